@@ -1,0 +1,163 @@
+"""Counters, gauges and histograms of one engine, in the Prometheus text format.
+
+Owns: metric names (vLLM's, with the prefix `nano_oasis:`) and how events become numbers.
+Must not know: the engine, requests, sockets. A fault in here never reaches the caller.
+"""
+
+from __future__ import annotations
+
+import functools
+import logging
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+from prometheus_client import (
+    CONTENT_TYPE_LATEST,
+    CollectorRegistry,
+    Counter,
+    Gauge,
+    Histogram,
+    ProcessCollector,
+    generate_latest,
+)
+
+log = logging.getLogger(__name__)
+
+CONTENT_TYPE = CONTENT_TYPE_LATEST
+PREFIX = "nano_oasis:"
+
+_FINISH_REASONS = ("stop", "length", "abort", "error")
+_LATENCY_S = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300, 600)
+_INTERVAL_S = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.25, 0.5, 1, 2.5, 10)
+_TOKENS = (1, 2, 5, 10, 20, 50, 100, 200, 500, 1000, 2000, 5000, 10000, 20000, 50000, 100000, 200000)
+_STEP_TOKENS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192)
+
+F = TypeVar("F", bound=Callable[..., None])
+
+
+def _contained(method: F) -> F:
+    """Log a fault of `method` instead of raising it: serving must not depend on counting."""
+
+    @functools.wraps(method)
+    def safe(self: Metrics, *args: Any, **kwargs: Any) -> None:
+        try:
+            method(self, *args, **kwargs)
+        except Exception:
+            if not self._fault_logged:  # once: a broken counter would otherwise log at every step
+                self._fault_logged = True
+                log.exception("metrics: %s failed; serving goes on", method.__name__)
+
+    return safe  # type: ignore[return-value]
+
+
+class Metrics:
+    """All metrics of one engine on a registry of their own, so that several engines can share a process.
+
+    Safe to call from any thread. Durations are in seconds. A request with n choices counts as n.
+    """
+
+    def __init__(self, model_name: str) -> None:
+        self.registry = CollectorRegistry()
+        self._fault_logged = False
+        self._model = model_name
+        ProcessCollector(registry=self.registry)  # resident memory, CPU time, open files
+
+        self._running = self._gauge("num_requests_running", "requests in the running batch")
+        self._waiting = self._gauge("num_requests_waiting", "requests waiting for a place")
+        self._usage = self._gauge("kv_cache_usage_perc", "share of KV blocks in use, 0 to 1")
+        self._blocks = self._gauge("num_kv_blocks_used", "KV blocks in use")
+        self._capacity = self._gauge("num_kv_blocks_total", "KV blocks there are")
+
+        self._received = self._counter("request_received", "requests accepted by the engine")
+        self._finished = self._counter(
+            "request_success", "requests ended, by reason (abort and error too)", "finished_reason"
+        )
+        self._prompt = self._counter("prompt_tokens", "prompt tokens computed")
+        self._generated = self._counter("generation_tokens", "output tokens computed")
+        self._queried = self._counter("prefix_cache_queries", "prompt tokens looked up in the prefix cache")
+        self._hit = self._counter("prefix_cache_hits", "prompt tokens found in the prefix cache")
+        self._preempted = self._counter("num_preemptions", "requests put back to be recomputed")
+
+        self._ttft = self._histogram("time_to_first_token_seconds", "arrival to first token", _LATENCY_S)
+        self._itl = self._histogram("inter_token_latency_seconds", "between two tokens", _INTERVAL_S)
+        self._e2e = self._histogram("e2e_request_latency_seconds", "arrival to last token", _LATENCY_S)
+        self._prompt_size = self._histogram("request_prompt_tokens", "prompt tokens of a request", _TOKENS)
+        self._output_size = self._histogram(
+            "request_generation_tokens", "output tokens of a request", _TOKENS
+        )
+        self._step_size = self._histogram("iteration_tokens", "tokens computed in a step", _STEP_TOKENS)
+        self._step_time = self._histogram("step_seconds", "duration of a step", _INTERVAL_S)
+        for reason in _FINISH_REASONS:  # so that every series exists from the start, at 0
+            self._finished.labels(model_name, reason)
+
+    def _gauge(self, name: str, help: str) -> Any:
+        return Gauge(PREFIX + name, help, ["model_name"], registry=self.registry).labels(self._model)
+
+    def _counter(self, name: str, help: str, label: str | None = None) -> Any:
+        labels = ["model_name"] + ([label] if label else [])
+        counter = Counter(PREFIX + name, help, labels, registry=self.registry)
+        return counter if label else counter.labels(self._model)
+
+    def _histogram(self, name: str, help: str, buckets: tuple[float, ...]) -> Any:
+        histogram = Histogram(PREFIX + name, help, ["model_name"], buckets=buckets, registry=self.registry)
+        return histogram.labels(self._model)
+
+    @_contained
+    def request_received(self) -> None:
+        self._received.inc()
+
+    @_contained
+    def request_finished(self, reason: str, prompt_tokens: int, output_tokens: int, e2e_s: float) -> None:
+        """Call exactly once for each request_received, whatever ended the request."""
+        self._finished.labels(self._model, reason).inc()
+        self._prompt_size.observe(prompt_tokens)
+        self._output_size.observe(output_tokens)
+        self._e2e.observe(e2e_s)
+
+    @_contained
+    def first_token(self, ttft_s: float) -> None:
+        self._ttft.observe(ttft_s)
+
+    @_contained
+    def inter_token(self, itl_s: float) -> None:
+        self._itl.observe(itl_s)
+
+    @_contained
+    def step(
+        self,
+        running: int,
+        waiting: int,
+        blocks_used: int,
+        blocks_total: int,
+        prompt_tokens: int,
+        generation_tokens: int,
+        step_s: float,
+    ) -> None:
+        """The state after a step and what it computed.
+
+        Call it also when work ends without a step (all requests aborted): gauges show the last call.
+        """
+        self._running.set(running)
+        self._waiting.set(waiting)
+        self._blocks.set(blocks_used)
+        self._capacity.set(blocks_total)
+        self._usage.set(blocks_used / blocks_total if blocks_total else 0.0)
+        tokens = prompt_tokens + generation_tokens
+        if tokens:  # a mere update of the gauges is no step
+            self._prompt.inc(prompt_tokens)
+            self._generated.inc(generation_tokens)
+            self._step_size.observe(tokens)
+            self._step_time.observe(step_s)
+
+    @_contained
+    def prefix_cache(self, query_tokens: int, hit_tokens: int) -> None:
+        self._queried.inc(query_tokens)
+        self._hit.inc(hit_tokens)
+
+    @_contained
+    def preempted(self, count: int) -> None:
+        self._preempted.inc(count)
+
+    def render(self) -> bytes:
+        """The text to serve under /metrics, with content type CONTENT_TYPE."""
+        return generate_latest(self.registry)
