@@ -165,6 +165,7 @@ class Request:
     stop_reason: int | str | None = None
     error: str | None = None
     prompt_logprobs: list[TokenLogprob | None] = field(default_factory=list)
+    siblings: list[Request] = field(default_factory=list)  # choices 1.. wait for choice 0's prefill
     sink: Any = None  # engine-owned: where this request's events go
     text: Any = None  # engine-owned: its detokeniser and stop matcher
     first_token_time: float | None = None
@@ -193,16 +194,15 @@ class Request:
 
 @dataclass(frozen=True, slots=True)
 class ScheduledRow:
-    """Positions [start, start + num_tokens) of `request` are computed this step."""
+    """Positions [start, start + num_tokens) of `request` are computed this step.
+
+    `samples`: the last of them is the newest known token, so the row yields the next one.
+    """
 
     request: Request
     start: int
     num_tokens: int
-
-    @property
-    def samples(self) -> bool:
-        """Whether this row's last position yields the next token."""
-        return self.start + self.num_tokens == self.request.num_tokens
+    samples: bool
 
 
 @dataclass(slots=True)
@@ -219,7 +219,7 @@ class StepPlan:
 
 @dataclass(slots=True)
 class SampledToken:
-    """What the runner found for one row that samples: the token, and what was asked about it."""
+    """What the runner drew for one row, and its log-probability if the request asked."""
 
     token_id: int
     logprob: TokenLogprob | None = None

@@ -1,0 +1,167 @@
+"""Who runs this step, and how many tokens of each.
+
+Owns: the waiting and running requests, admission, block reservation, preemption, commit.
+Must not know: torch, tensors, text, why a request ends, or where KV bytes are.
+"""
+
+from __future__ import annotations
+
+import heapq
+
+from nano_oasis.memory.blocks import BlockManager, OutOfBlocks
+from nano_oasis.request import Request, ScheduledRow, Status, StepPlan
+
+
+class Scheduler:
+    """Continuous batching with one mixed batch per step: decodes first, then prefill chunks.
+
+    First come, first served: `Request.id` grows with arrival, the oldest waiting request is admitted
+    first and never overtaken, the youngest running one is preempted first. A preempted request keeps
+    its id, so it is back at the head of the queue; its KV is recomputed (or found in the prefix cache).
+    Follows Orca (iteration-level scheduling) and Sarathi-Serve (arXiv 2403.02310, chunked prefill).
+    """
+
+    def __init__(self, blocks: BlockManager, max_num_seqs: int, max_num_batched_tokens: int) -> None:
+        self.blocks = blocks
+        self.max_num_seqs = max_num_seqs
+        self.max_num_batched_tokens = max_num_batched_tokens
+        self.running: dict[int, Request] = {}
+        self._waiting: list[tuple[int, Request]] = []  # heap; aborted ones are dropped when they surface
+        self._num_waiting = 0
+        self._blocked: tuple[int, int] | None = None  # (head id, free blocks) that did not fit
+        self.hit_tokens = 0  # prefix-cache counters over the life of the engine
+        self.query_tokens = 0
+
+    @property
+    def num_waiting(self) -> int:
+        return self._num_waiting
+
+    @property
+    def has_work(self) -> bool:
+        return bool(self.running or self._num_waiting)
+
+    def add(self, request: Request) -> None:
+        request.status = Status.WAITING
+        heapq.heappush(self._waiting, (request.id, request))
+        self._num_waiting += 1
+
+    # --- planning -----------------------------------------------------------------------------
+    def plan(self) -> StepPlan:
+        """The next step's batch. Every row's blocks are reserved when this returns."""
+        plan = StepPlan()
+        budget = self.max_num_batched_tokens
+        order = [self.running[i] for i in sorted(self.running)]
+        for request in order:  # a token for every running stream, so prefill never freezes them
+            if request.status is Status.RUNNING and request.is_decode and self._reserve(request, plan):
+                plan.rows.append(ScheduledRow(request, request.num_computed, 1, samples=True))
+                budget -= 1
+        for request in order:
+            if budget and request.status is Status.RUNNING and not request.is_decode:
+                budget -= self._prefill(request, budget, plan)
+        while budget and not plan.preempted and len(self.running) < self.max_num_seqs:
+            admitted = self._admit()
+            if admitted is None:
+                break
+            budget -= self._prefill(admitted, budget, plan)
+        return plan
+
+    def _prefill(self, request: Request, budget: int, plan: StepPlan) -> int:
+        start, left = request.num_computed, request.num_tokens - request.num_computed
+        count = min(left, budget)
+        plan.rows.append(ScheduledRow(request, start, count, samples=count == left))
+        return count
+
+    def _reserve(self, request: Request, plan: StepPlan) -> bool:
+        """A block for the newest token; the youngest running requests make room. False: it was itself."""
+        missing = self.blocks.blocks_for(request.num_tokens) - len(request.block_table)
+        while missing > self.blocks.num_free:
+            victim = self.running[max(self.running)]
+            self._preempt(victim, plan)
+            if victim is request:
+                return False
+        if missing > 0:
+            request.block_table += self.blocks.allocate(missing)
+        return True
+
+    def _preempt(self, victim: Request, plan: StepPlan) -> None:
+        self._leave(victim)
+        victim.num_preemptions += 1
+        plan.preempted.append(victim)
+        self.add(victim)
+
+    def _admit(self) -> Request | None:
+        """Move the oldest waiting request to running if its whole prompt fits now."""
+        request = self._head()
+        if request is None or (self.running and self._blocked == (request.id, self.blocks.num_free)):
+            return None
+        tokens = request.tokens(0, request.num_tokens)
+        # Prompt log-probabilities need every position computed, so they take no prefix from the cache.
+        wants_all = request.params.prompt_logprobs is not None and not request.output_ids
+        hit = [] if wants_all else self.blocks.lookup(tokens, request.salt)
+        # One spare block per running request keeps their next decodes from preempting the newcomer.
+        spare = len(self.running)
+        need = self.blocks.blocks_for(len(tokens)) - len(hit)
+        try:
+            if self.running and need + spare > self.blocks.num_free:
+                raise OutOfBlocks
+            request.block_table = hit + self.blocks.allocate(need)
+        except OutOfBlocks:
+            self.blocks.release(hit)
+            self._blocked = (request.id, self.blocks.num_free)
+            return None
+        heapq.heappop(self._waiting)
+        self._num_waiting -= 1
+        self.running[request.id] = request
+        request.status = Status.RUNNING
+        request.num_hashed = len(hit)
+        request.num_computed = len(hit) * self.blocks.block_size
+        if not request.num_preemptions:
+            request.num_cached = request.num_computed
+            self.query_tokens += len(request.prompt_ids)
+            self.hit_tokens += request.num_cached
+        return request
+
+    def _head(self) -> Request | None:
+        while self._waiting and self._waiting[0][1].status is not Status.WAITING:
+            heapq.heappop(self._waiting)
+        return self._waiting[0][1] if self._waiting else None
+
+    # --- after the step -----------------------------------------------------------------------
+    def commit(self, row: ScheduledRow, token: int | None) -> None:
+        """The row's KV is written: publish the blocks it filled, append the token it drew."""
+        request = row.request
+        request.num_computed = row.start + row.num_tokens
+        if request.num_computed // self.blocks.block_size > request.num_hashed:
+            tokens = request.tokens(0, request.num_computed)
+            request.num_hashed = self.blocks.publish(
+                tokens, request.block_table, request.num_hashed, request.salt
+            )
+        if token is not None:
+            request.output_ids.append(token)
+
+    def finish(self, request: Request, reason: str) -> None:
+        """End a request in any state; its blocks are free (or cached) when this returns."""
+        if request.status is Status.RUNNING:
+            self._leave(request)
+        elif request.status is Status.WAITING:
+            self._num_waiting -= 1  # its heap entry is dropped when it surfaces
+        request.status = Status.FINISHED
+        request.finish_reason = reason
+
+    def _leave(self, request: Request) -> None:
+        del self.running[request.id]
+        self.blocks.release(request.block_table)
+        request.block_table = []
+        request.num_computed = request.num_hashed = 0
+        self._blocked = None
+
+    def waiting_requests(self) -> list[Request]:
+        return [r for _, r in sorted(self._waiting) if r.status is Status.WAITING]
+
+    def check(self) -> None:
+        """Raise AssertionError unless counts and tables agree (design invariants 1 and 4)."""
+        self.blocks.check([r.block_table for r in self.running.values()])
+        assert self._num_waiting == len(self.waiting_requests())
+        assert all(not r.block_table for r in self.waiting_requests())
+        for r in self.running.values():
+            assert len(r.block_table) >= self.blocks.blocks_for(r.num_computed)
