@@ -1,0 +1,56 @@
+"""Picks the attention kernels once, at start: torch on CPU, Triton on a GPU.
+
+Owns: that choice, and how one mixed batch is divided between decode and prefill. Must not know: the
+model, or how either backend works.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from nano_oasis.kernels import reference
+from nano_oasis.kernels.batch import AttentionBatch
+
+
+@dataclass(frozen=True)
+class Kernels:
+    """One backend. The functions' contracts are those of their torch twins in reference.py."""
+
+    name: str
+    write_kv: Callable[..., None]
+    paged_decode: Callable[..., Tensor]
+    paged_prefill: Callable[..., Tensor]
+
+    def attention(
+        self, q: Tensor, k_cache: Tensor, v_cache: Tensor, batch: AttentionBatch, scale: float, window: int | None
+    ) -> Tensor:  # fmt: skip
+        """q [T, H, D], one layer's caches [N, B, Hkv, D] -> [T, H, D]. This step's KV is already written."""
+        d, lens, starts = batch.num_decodes, batch.context_list, batch.query_list
+        table, context_lens = batch.block_table, batch.context_lens
+        parts = []
+        if d:
+            host = {"context_list": lens[:d], "plans": batch.plans}
+            parts.append(
+                self.paged_decode(q[:d], k_cache, v_cache, table[:d], context_lens[:d], scale, window, **host)
+            )
+        if d < len(lens):
+            host = {"context_list": lens[d:], "query_list": [s - d for s in starts[d:]]}
+            begin = batch.query_starts[d:] - d  # [R - d + 1], counted from the first prefill token
+            parts.append(
+                self.paged_prefill(
+                    q[d:], k_cache, v_cache, table[d:], begin, context_lens[d:], scale, window, **host
+                )
+            )
+        return parts[0] if len(parts) == 1 else torch.cat(parts)
+
+
+def select_kernels(device: torch.device | str) -> Kernels:
+    """`cpu` -> the torch twins. Raises ValueError for other devices."""
+    kind = torch.device(device).type
+    if kind == "cpu":
+        return Kernels("torch", reference.write_kv, reference.paged_decode, reference.paged_prefill)
+    raise ValueError(f"no attention kernels for device {str(device)!r}; use 'cpu'")
