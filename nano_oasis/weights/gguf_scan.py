@@ -11,6 +11,7 @@ costs no more memory or time than a good one.
 
 from __future__ import annotations
 
+import itertools
 import mmap
 import struct
 from dataclasses import dataclass
@@ -38,7 +39,7 @@ _U32, _U64 = struct.Struct("<I"), struct.Struct("<Q")
 
 @dataclass(frozen=True, slots=True)
 class GGUFTensor:
-    """One tensor's place in a file. `shape` is in torch order (slowest first); `offset` counts from byte 0."""
+    """One tensor's place in a file. `shape` is in torch order (slowest first); `offset` is absolute."""
 
     name: str
     type: GGMLQuantizationType
@@ -129,7 +130,7 @@ class _Scan:
         start = self.pos
         if count > self.size - start:
             raise self.fail(
-                f"ends inside {what}: {count} bytes wanted at byte {start}, {self.size - start} left (cut or damaged?)"
+                f"ends inside {what}: {count} bytes wanted at byte {start}, {self.size - start} left (cut?)"
             )
         self.pos = start + count
         return start
@@ -143,9 +144,7 @@ class _Scan:
     def _string(self, what: str, limit: int = MAX_STRING) -> str:
         length = self._u64(what)
         if length > limit:
-            raise self.fail(
-                f"{what} claims a string of {length} bytes; at most {limit} are allowed (damaged?)"
-            )
+            raise self.fail(f"{what} claims a string of {length} bytes; at most {limit} are allowed")
         start = self._take(length, what)
         try:
             return self.data[start : self.pos].decode()
@@ -162,9 +161,7 @@ class _Scan:
         item = self._u32(what)
         count = self._u64(what)
         if item not in _SCALARS and item != _STRING:
-            raise self.fail(
-                f"{what} is an array of type {item}; arrays of numbers, bools and strings can be read"
-            )
+            raise self.fail(f"{what} is an array of type {item}; numbers, bools and strings can be read")
         if count > self.elements_left:
             raise self.fail(
                 f"{what} claims {count} array elements; a file may hold {MAX_ELEMENTS} in all (damaged?)"
@@ -187,9 +184,7 @@ class _Scan:
         what = f"the entry of tensor {name!r}"
         num_dims = self._u32(what)
         if not 1 <= num_dims <= MAX_DIMS:
-            raise self.fail(
-                f"tensor {name!r} claims {num_dims} dimensions; 1 to {MAX_DIMS} are allowed (damaged?)"
-            )
+            raise self.fail(f"tensor {name!r} claims {num_dims} dimensions; 1 to {MAX_DIMS} are allowed")
         shape = tuple(self._u64(what) for _ in range(num_dims))[::-1]
         kind = self._u32(what)
         try:
@@ -221,12 +216,12 @@ class _Scan:
                 raise self.fail(f"tensor {name!r} starts at offset {offset}, not a multiple of {alignment}")
             if base + offset + nbytes > self.size:
                 raise self.fail(
-                    f"tensor {name!r} would end at byte {base + offset + nbytes} of a file of {self.size} bytes "
-                    "(cut or damaged?)"
+                    f"tensor {name!r} would end at byte {base + offset + nbytes}, "
+                    f"but the file has {self.size} bytes (cut or damaged?)"
                 )
             tensors[name] = GGUFTensor(name, quant, shape, base + offset, nbytes)
         ordered = sorted(tensors.values(), key=lambda t: t.offset)
-        for first, second in zip(ordered, ordered[1:], strict=False):
+        for first, second in itertools.pairwise(ordered):
             if first.offset + first.nbytes > second.offset:
                 raise self.fail(f"tensors {first.name!r} and {second.name!r} overlap")
         if ordered:
