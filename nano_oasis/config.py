@@ -177,3 +177,17 @@ class EngineConfig:
                 hint = f"; did you mean {close[0]!r}?" if close else f"; known: {', '.join(known)}"
                 raise ConfigError(f"unknown option {name!r}{hint}")
         return cls(**options)
+
+
+@dataclass(frozen=True)
+class EngineInfo:
+    """What a start-up line says."""
+
+    model_name: str
+    dtype: str
+    device: str
+    block_size: int
+    num_blocks: int
+    kv_tokens: int
+    kv_bytes: int
+    max_model_len: int

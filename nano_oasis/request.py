@@ -100,6 +100,7 @@ class SamplingParams:
 
 
 class Status(enum.Enum):
+    NEW = "new"  # not handed to the scheduler yet
     WAITING = "waiting"
     RUNNING = "running"
     FINISHED = "finished"
@@ -154,7 +155,7 @@ class Request:
     salt: bytes = b""  # prefixes are shared only under the same salt
     id: int = field(default_factory=lambda: _next_id())
     arrival: float = field(default_factory=time.monotonic)
-    status: Status = Status.WAITING
+    status: Status = Status.NEW
     output_ids: list[int] = field(default_factory=list)
     block_table: list[int] = field(default_factory=list)  # logical position // block_size -> block id
     num_computed: int = 0

@@ -29,8 +29,7 @@ class Scheduler:
         self._waiting: list[tuple[int, Request]] = []  # heap; aborted ones are dropped when they surface
         self._num_waiting = 0
         self._blocked: tuple[int, int] | None = None  # (head id, free blocks) that did not fit
-        self.hit_tokens = 0  # prefix-cache counters over the life of the engine
-        self.query_tokens = 0
+        self._query_tokens = self._hit_tokens = 0  # prefix cache, since last taken
 
     @property
     def num_waiting(self) -> int:
@@ -117,8 +116,8 @@ class Scheduler:
         request.num_computed = len(hit) * self.blocks.block_size
         if not request.num_preemptions:
             request.num_cached = request.num_computed
-            self.query_tokens += len(request.prompt_ids)
-            self.hit_tokens += request.num_cached
+            self._query_tokens += len(request.prompt_ids)
+            self._hit_tokens += request.num_cached
         return request
 
     def _head(self) -> Request | None:
@@ -154,6 +153,12 @@ class Scheduler:
         request.block_table = []
         request.num_computed = request.num_hashed = 0
         self._blocked = None
+
+    def take_hit_counts(self) -> tuple[int, int]:
+        """(prompt tokens looked up, of these found cached) since the last call."""
+        counts = self._query_tokens, self._hit_tokens
+        self._query_tokens = self._hit_tokens = 0
+        return counts
 
     def waiting_requests(self) -> list[Request]:
         return [r for _, r in sorted(self._waiting) if r.status is Status.WAITING]

@@ -1,0 +1,167 @@
+"""The decoder: one forward pass for every supported family.
+
+Owns: weights and the arithmetic of a layer. The families differ only in ModelConfig's fields:
+
+    | family       | bias on q,k,v | q/k norm | norms after blocks | windows | activation | embed scale |
+    | llama        | config        | no       | no                 | none    | silu       | 1           |
+    | mistral      | no            | no       | no                 | all     | silu       | 1           |
+    | qwen2        | yes           | no       | no                 | some    | silu       | 1           |
+    | qwen3        | config        | yes      | no                 | some    | silu       | 1           |
+    | gemma3       | no            | yes      | yes                | 5 of 6  | gelu_tanh  | sqrt(H)     |
+
+Must not know: requests, sampling, files. What to attend to is an argument, never a global.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+
+from nano_oasis.config import ModelConfig
+from nano_oasis.kernels.batch import AttentionBatch
+from nano_oasis.kernels.dispatch import Kernels
+from nano_oasis.memory.kv_cache import KVCache
+from nano_oasis.rope import rope_table, rotate
+
+Weights = dict[str, torch.Tensor]
+
+
+@dataclass
+class Layer:
+    """One layer's weights; linear weights are [out, in], fused where one product serves several."""
+
+    attn_norm: torch.Tensor  # [H]
+    qkv: torch.Tensor  # [(heads + 2 kv_heads) * D, H]
+    qkv_bias: torch.Tensor | None
+    out: torch.Tensor  # [H, heads * D]
+    out_bias: torch.Tensor | None
+    q_norm: torch.Tensor | None  # [D]
+    k_norm: torch.Tensor | None
+    post_attn_norm: torch.Tensor | None
+    mlp_norm: torch.Tensor
+    gate_up: torch.Tensor  # [2 * I, H]
+    gate_up_bias: torch.Tensor | None
+    down: torch.Tensor  # [H, I]
+    down_bias: torch.Tensor | None
+    post_mlp_norm: torch.Tensor | None
+    window: int | None
+    local_rope: bool
+
+
+def _take_layer(config: ModelConfig, w: Weights, i: int) -> Layer:
+    """Move layer i's tensors out of `w`, fusing as it goes, so no layer exists twice for long."""
+
+    def take(name: str) -> torch.Tensor | None:
+        return w.pop(f"layers.{i}.{name}", None)
+
+    def fuse(*names: str) -> torch.Tensor:
+        return torch.cat([w.pop(f"layers.{i}.{n}") for n in names])
+
+    def fuse_bias(wanted: bool, *names: str) -> torch.Tensor | None:
+        return fuse(*names) if wanted else None
+
+    window = config.window(i)
+    return Layer(
+        attn_norm=w.pop(f"layers.{i}.attn_norm"),
+        qkv=fuse("q", "k", "v"),
+        qkv_bias=fuse_bias(config.qkv_bias, "q_bias", "k_bias", "v_bias"),
+        out=w.pop(f"layers.{i}.o"),
+        out_bias=take("o_bias"),
+        q_norm=take("q_norm"),
+        k_norm=take("k_norm"),
+        post_attn_norm=take("post_attn_norm"),
+        mlp_norm=w.pop(f"layers.{i}.mlp_norm"),
+        gate_up=fuse("gate", "up"),
+        gate_up_bias=fuse_bias(config.mlp_bias, "gate_bias", "up_bias"),
+        down=w.pop(f"layers.{i}.down"),
+        down_bias=take("down_bias"),
+        post_mlp_norm=take("post_mlp_norm"),
+        window=window,
+        local_rope=config.rope_local is not None and window is not None,
+    )
+
+
+class Model:
+    """Weights on one device, ready to run. `max_len` is the longest position plus one."""
+
+    def __init__(self, config: ModelConfig, weights: Weights, max_len: int, kernels: Kernels) -> None:
+        self.config = config
+        self.kernels = kernels
+        self.embed = weights.pop("embed")  # [V, H]
+        self.lm_head = weights.pop("lm_head")  # [V, H]; the same tensor as embed when tied
+        self.final_norm = weights.pop("final_norm")
+        self.layers = [_take_layer(config, weights, i) for i in range(config.num_layers)]
+        if weights:
+            raise ValueError(f"tensors left over after loading: {', '.join(sorted(weights)[:5])}")
+        device = self.embed.device
+        self.rope = rope_table(config.rope, config.head_dim, max_len).to(device)
+        self.rope_local = (
+            rope_table(config.rope_local, config.head_dim, max_len).to(device) if config.rope_local else None
+        )
+        # The reference rounds the scale to the weights' dtype before multiplying.
+        self.embed_scale = float(torch.tensor(config.embed_scale).to(self.embed.dtype))
+
+    @torch.inference_mode()
+    def forward(
+        self, token_ids: torch.Tensor, positions: torch.Tensor, cache: KVCache, batch: AttentionBatch
+    ) -> torch.Tensor:
+        """Write this step's KV and return final hidden states.
+
+        token_ids, positions: [T] int64, the rows of `batch` one after another. Returns [T, H].
+        """
+        x = F.embedding(token_ids, self.embed)  # [T, H]
+        if self.embed_scale != 1.0:
+            x = x * self.embed_scale
+        cos_sin = self._angles(self.rope, positions, x.dtype)
+        local = self._angles(self.rope_local, positions, x.dtype) if self.rope_local is not None else cos_sin
+        for i, layer in enumerate(self.layers):
+            h = self._norm(x, layer.attn_norm)
+            h = self._attention(h, layer, local if layer.local_rope else cos_sin, cache.layer(i), batch)
+            x = x + (h if layer.post_attn_norm is None else self._norm(h, layer.post_attn_norm))
+            h = self._mlp(self._norm(x, layer.mlp_norm), layer)
+            x = x + (h if layer.post_mlp_norm is None else self._norm(h, layer.post_mlp_norm))
+        return self._norm(x, self.final_norm)
+
+    @torch.inference_mode()
+    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        """hidden [N, H] -> fp32 [N, V]."""
+        return F.linear(hidden, self.lm_head).float()
+
+    def _attention(
+        self,
+        x: torch.Tensor,
+        layer: Layer,
+        cos_sin: tuple[torch.Tensor, torch.Tensor],
+        kv: tuple[torch.Tensor, torch.Tensor],
+        batch: AttentionBatch,
+    ) -> torch.Tensor:
+        c = self.config
+        qkv = F.linear(x, layer.qkv, layer.qkv_bias).view(len(x), -1, c.head_dim)
+        q, k, v = qkv.split((c.num_heads, c.num_kv_heads, c.num_kv_heads), dim=1)  # [T, heads, D]
+        if layer.q_norm is not None and layer.k_norm is not None:
+            q, k = self._norm(q, layer.q_norm), self._norm(k, layer.k_norm)
+        q, k = rotate(q, *cos_sin), rotate(k, *cos_sin)
+        self.kernels.write_kv(k, v, *kv, batch.slots)
+        out = self.kernels.attention(q, *kv, batch, c.scale, layer.window)  # [T, heads, D]
+        return F.linear(out.reshape(len(x), -1), layer.out, layer.out_bias)
+
+    def _mlp(self, x: torch.Tensor, layer: Layer) -> torch.Tensor:
+        gate, up = F.linear(x, layer.gate_up, layer.gate_up_bias).chunk(2, dim=-1)
+        gate = F.silu(gate) if self.config.activation == "silu" else F.gelu(gate, approximate="tanh")
+        return F.linear(gate * up, layer.down, layer.down_bias)
+
+    def _norm(self, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        """RMSNorm over the last dimension, computed in fp32 as every family's reference does."""
+        if x.dtype == torch.float32:
+            return F.rms_norm(x, weight.shape, weight, self.config.rms_eps)
+        y = F.rms_norm(x.float(), weight.shape, weight.float(), self.config.rms_eps)
+        return y.to(x.dtype)
+
+    @staticmethod
+    def _angles(
+        table: torch.Tensor, positions: torch.Tensor, dtype: torch.dtype
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        rows = table[positions].to(dtype)  # [T, 2, D]
+        return rows[:, 0:1], rows[:, 1:2]

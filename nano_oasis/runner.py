@@ -1,0 +1,86 @@
+"""One step on the device: a plan in, tokens out.
+
+Owns: turning rows into flat tensors and hidden states into samples.
+Must not know: why these rows were chosen, what becomes of the tokens, text, sockets.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Protocol
+
+import torch
+
+from nano_oasis.kernels.batch import AttentionBatch, make_batch
+from nano_oasis.memory.kv_cache import KVCache
+from nano_oasis.request import SampledToken, ScheduledRow
+from nano_oasis.sampler import Sampler, token_logprobs
+
+_LOGIT_ROWS = 64  # prompt log-probabilities are made this many positions at a time: V is large
+
+
+class Decoder(Protocol):
+    """What the runner needs of a model; tests put a fake here."""
+
+    def forward(
+        self, token_ids: torch.Tensor, positions: torch.Tensor, cache: KVCache, batch: AttentionBatch
+    ) -> torch.Tensor: ...
+
+    def logits(self, hidden: torch.Tensor) -> torch.Tensor: ...
+
+
+class Runner:
+    """Executes step plans against one model and one KV cache."""
+
+    def __init__(self, model: Decoder, cache: KVCache, sampler: Sampler, device: str = "cpu") -> None:
+        self.model = model
+        self.cache = cache
+        self.sampler = sampler
+        self.device = device
+
+    def execute(self, rows: Sequence[ScheduledRow]) -> list[SampledToken | None]:
+        """Compute every row; one entry per row, None where the row does not sample.
+
+        Prompt log-probabilities, if asked for, are appended to their requests on the way.
+        """
+        token_ids, positions, batch = self.build(rows)
+        hidden = self.model.forward(token_ids, positions, self.cache, batch)  # [T, H]
+        starts = batch.query_list
+        for i, row in enumerate(rows):
+            if row.request.params.prompt_logprobs is not None:
+                self._prompt_logprobs(row, hidden[starts[i] : starts[i + 1]])
+        sampling = [i for i, row in enumerate(rows) if row.samples]
+        last = torch.tensor([starts[i + 1] - 1 for i in sampling], dtype=torch.int64, device=self.device)
+        results: list[SampledToken | None] = [None] * len(rows)
+        if sampling:
+            logits = self.model.logits(hidden[last])
+            for i, token in zip(sampling, self.sampler(logits, [rows[i].request for i in sampling]), strict=True):
+                results[i] = token
+        return results
+
+    def build(self, rows: Sequence[ScheduledRow]) -> tuple[torch.Tensor, torch.Tensor, AttentionBatch]:
+        """token_ids [T], positions [T] (int64) and what attention must know about the rows."""
+        tokens: list[int] = []
+        positions: list[int] = []
+        for row in rows:
+            end = row.start + row.num_tokens
+            tokens += row.request.tokens(row.start, end)
+            positions += range(row.start, end)
+        parts = [(row.request.block_table, row.start, row.num_tokens) for row in rows]
+        batch = make_batch(parts, self.cache.block_size, self.device)
+        return torch.tensor(tokens).to(self.device), torch.tensor(positions).to(self.device), batch
+
+    def _prompt_logprobs(self, row: ScheduledRow, hidden: torch.Tensor) -> None:
+        """Position p predicts token p + 1. Entry 0 is None: nothing predicts the first token."""
+        request, done = row.request, row.request.prompt_logprobs
+        if not done:
+            done.append(None)
+        # After a preemption the chunk may start before what is already known.
+        first = max(row.start, len(done) - 1)
+        stop = min(row.start + row.num_tokens, len(request.prompt_ids) - 1)
+        top = request.params.prompt_logprobs or 0
+        for at in range(first, stop, _LOGIT_ROWS):
+            end = min(at + _LOGIT_ROWS, stop)
+            logits = self.model.logits(hidden[at - row.start : end - row.start])
+            logits[:, self.sampler.num_tokens :] = -torch.inf
+            done += token_logprobs(logits, request.prompt_ids[at + 1 : end + 1], top)
