@@ -13,17 +13,16 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from nano_oasis.async_engine import AsyncEngine
     from nano_oasis.config import ConfigError, EngineConfig
-    from nano_oasis.engine import EngineDead
     from nano_oasis.llm import LLM
     from nano_oasis.outputs import CompletionOutput, GenerationError, Logprob, RequestOutput
-    from nano_oasis.request import RequestError, SamplingParams
+    from nano_oasis.request import EngineDead, RequestError, SamplingParams
 
 _WHERE = {
     "LLM": "llm",
     "AsyncEngine": "async_engine",
     "EngineConfig": "config",
     "ConfigError": "config",
-    "EngineDead": "engine",
+    "EngineDead": "request",
     "SamplingParams": "request",
     "RequestError": "request",
     "RequestOutput": "outputs",

@@ -20,6 +20,7 @@ from typing import Any
 from nano_oasis.config import EngineInfo, ModelConfig
 from nano_oasis.metrics import Metrics
 from nano_oasis.request import (
+    EngineDead,
     Request,
     RequestError,
     SampledToken,
@@ -37,10 +38,6 @@ log = logging.getLogger(__name__)
 
 Sink = Callable[[TokenEvent], None]
 Deliver = Callable[[list[tuple[Sink, TokenEvent]]], None]
-
-
-class EngineDead(RuntimeError):
-    """The engine does not take requests: it has stopped, is stopping, or its loop died."""
 
 
 @dataclass(frozen=True, eq=False)

@@ -15,9 +15,8 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from nano_oasis.build import build_engine
 from nano_oasis.config import EngineConfig
-from nano_oasis.engine import EngineDead
 from nano_oasis.outputs import GenerationError, OutputBuilder, RequestOutput, parse_prompt
-from nano_oasis.request import RequestError, SamplingParams, TokenEvent
+from nano_oasis.request import EngineDead, RequestError, SamplingParams, TokenEvent
 from nano_oasis.tokenizer import Tokenizer
 
 Prompt = str | dict[str, Any]

@@ -26,6 +26,10 @@ class RequestError(ValueError):
         self.param = param
 
 
+class EngineDead(RuntimeError):
+    """The engine does not take requests: it has stopped, is stopping, or its loop died."""
+
+
 @dataclass(frozen=True)
 class SamplingParams:
     """How one request samples. Names, defaults and meaning are vLLM's.
