@@ -83,7 +83,7 @@ class AsyncEngine:
 
         def deliver(events: list[tuple[Sink, TokenEvent]]) -> None:
             with contextlib.suppress(RuntimeError):  # the loop is closed: nobody is left to tell
-                loop.call_soon_threadsafe(_put_all, events)
+                loop.call_soon_threadsafe(call_sinks, events)
 
         try:
             engine = await loop.run_in_executor(
@@ -181,8 +181,3 @@ class AsyncEngine:
         if self._engine is not None:
             await self._off_loop(self._engine.stop, timeout)
         self._workers.shutdown(wait=False)
-
-
-def _put_all(events: list[tuple[Sink, TokenEvent]]) -> None:
-    for sink, event in events:
-        sink(event)

@@ -48,8 +48,12 @@ class Submission:
 
 
 def call_sinks(events: list[tuple[Sink, TokenEvent]]) -> None:
+    """Deliver on this thread. A sink that raises costs only its own event."""
     for sink, event in events:
-        sink(event)
+        try:
+            sink(event)
+        except Exception:
+            log.exception("a caller's sink failed")
 
 
 class Engine:
@@ -307,10 +311,7 @@ class Engine:
     def _flush(self) -> None:
         if self._events:
             events, self._events = self._events, []
-            try:
-                self.deliver(events)
-            except Exception:  # a caller that is gone must not stop the others
-                log.exception("delivering %d events failed", len(events))
+            self.deliver(events)
 
     def _no_progress(self) -> None:
         """Nothing could be scheduled. With work pending this must not become a silent hang."""

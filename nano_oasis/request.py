@@ -76,7 +76,9 @@ class SamplingParams:
         ids = list(self.stop_token_ids or ())
         for i in ids:
             if isinstance(i, bool) or not isinstance(i, int) or i < 0:
-                raise RequestError(f"stop_token_ids must be token ids (0 or more), got {i!r}", "stop_token_ids")
+                raise RequestError(
+                    f"stop_token_ids must be token ids (0 or more), got {i!r}", "stop_token_ids"
+                )
         object.__setattr__(self, "stop", tuple(stop))
         object.__setattr__(self, "stop_token_ids", tuple(ids))
         if self.max_tokens is not None and self.min_tokens > self.max_tokens:

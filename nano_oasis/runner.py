@@ -54,7 +54,9 @@ class Runner:
         results: list[SampledToken | None] = [None] * len(rows)
         if sampling:
             logits = self.model.logits(hidden[last])
-            for i, token in zip(sampling, self.sampler(logits, [rows[i].request for i in sampling]), strict=True):
+            for i, token in zip(
+                sampling, self.sampler(logits, [rows[i].request for i in sampling]), strict=True
+            ):
                 results[i] = token
         return results
 

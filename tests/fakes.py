@@ -14,7 +14,7 @@ from nano_oasis.engine import Engine, call_sinks
 from nano_oasis.memory.blocks import BlockManager
 from nano_oasis.memory.kv_cache import KVCache
 from nano_oasis.metrics import Metrics
-from nano_oasis.outputs import OutputBuilder
+from nano_oasis.outputs import GenerationError, OutputBuilder
 from nano_oasis.request import SamplingParams, TokenEvent
 from nano_oasis.runner import Runner
 from nano_oasis.sampler import Sampler
@@ -119,6 +119,7 @@ class Caller:
     def __init__(self, engine: Engine, prompt: list[int], params: SamplingParams) -> None:
         self.engine = engine
         self.events: list[TokenEvent] = []
+        self.error: str | None = None
         self.builder = OutputBuilder("r", None, prompt, params.n, engine.tokenizer)
         self.submission = engine.submit(prompt, params, self._take)
 
@@ -126,11 +127,14 @@ class Caller:
         ended = [e.index for e in self.events if e.finish_reason]
         assert event.index not in ended, "an event after the last one"
         self.events.append(event)
-        self.builder.add(event)
+        try:
+            self.builder.add(event)
+        except GenerationError as error:
+            self.error = str(error)
 
     @property
     def done(self) -> bool:
-        return self.builder.result.finished
+        return self.error is not None or self.builder.result.finished
 
     @property
     def outputs(self):

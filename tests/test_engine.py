@@ -5,10 +5,9 @@ import threading
 import time
 
 import pytest
-from fakes import VOCAB, Caller, FakeModel, make_engine, run, solo, turn
+from fakes import EOS, VOCAB, Caller, FakeModel, make_engine, run, solo, turn
 
 from nano_oasis.engine import EngineDead
-from nano_oasis.outputs import GenerationError
 from nano_oasis.request import RequestError, SamplingParams
 
 
@@ -224,12 +223,15 @@ def test_B057_unseeded_requests_vary_and_an_engine_seed_repeats_them():
     same(*pair)
 
 
-def test_min_tokens_holds_back_every_end():
-    greedy = solo([1, 2], SamplingParams(max_tokens=8, temperature=0))[0]
-    stop = greedy.token_ids[0]
-    params = SamplingParams(max_tokens=8, min_tokens=5, temperature=0, stop_token_ids=[stop], stop=[greedy.text[0]])
-    out = solo([1, 2], params)[0]
-    assert len(out.token_ids) >= 5
+@pytest.mark.parametrize("prompt", [[1, 2], [3, 1], [9]])
+def test_min_tokens_holds_back_every_end(prompt):
+    free = solo(prompt, SamplingParams(max_tokens=8, temperature=0, ignore_eos=True))[0]
+    ends = {"stop_token_ids": free.token_ids[1:3], "stop": [free.text[0]]}
+    params = SamplingParams(max_tokens=8, min_tokens=5, temperature=0, **ends)
+    out = solo(prompt, params)[0]
+    assert len(out.token_ids) >= 5 and not set(out.token_ids[:5]) & {EOS, *free.token_ids[1:3]}
+    early = solo(prompt, SamplingParams(max_tokens=8, temperature=0, **ends))[0]
+    assert len(early.token_ids) <= 3
 
 
 @pytest.mark.parametrize("k", [1, 2, 5])
@@ -283,10 +285,8 @@ def test_B031_a_failing_step_ends_only_the_guilty_request():
     good = [Caller(engine, [i, 2, 3], params) for i in range(3)]
     model.fail_on = 42
     bad = Caller(engine, [42, 2, 3], params)
-    with pytest.raises(GenerationError, match="injected step failure"):
-        run(engine, bad, *good)
-    assert [e.finish_reason for e in bad.events] == ["error"]
-    run(engine, *good)
+    run(engine, bad, *good)
+    assert [e.finish_reason for e in bad.events] == ["error"] and "injected step failure" in bad.error
     model.fail_on = None
     for i, c in enumerate(good):
         same(c.outputs, solo([i, 2, 3], params))
@@ -308,9 +308,8 @@ def test_B031_a_fault_in_one_request_stays_there(where, monkeypatch):
             return 1 / 0 if guilty in requests else whole(self, logits, requests)
 
         monkeypatch.setattr(type(engine.runner.sampler), "__call__", sample)
-    with pytest.raises(GenerationError, match="ZeroDivisionError"):
-        run(engine, good, bad)
-    run(engine, good)
+    run(engine, good, bad)
+    assert "ZeroDivisionError" in bad.error and good.error is None
     monkeypatch.undo()
     same(good.outputs, solo([1, 2, 3], params))
 
@@ -379,5 +378,5 @@ def test_B080_gauges_return_to_zero_after_aborts_without_a_further_step():
 def test_a_request_that_cannot_be_scheduled_is_an_error_not_a_hang():
     engine = make_engine(num_blocks=4, block_size=4, max_model_len=64)  # a limit the pool cannot keep
     c = Caller(engine, [1] * 30, SamplingParams(max_tokens=1))
-    with pytest.raises(GenerationError, match="does not fit the KV pool"):
-        run(engine, c, limit=5)
+    run(engine, c, limit=5)
+    assert "does not fit the KV pool" in c.error

@@ -38,7 +38,9 @@ class _Entry:
 
 def hash_block(parent_key: bytes, tokens: bytes, salt: bytes) -> bytes:
     """Chained content key of a block: its tokens, everything before them, and the salt."""
-    return hashlib.blake2b(parent_key + len(salt).to_bytes(4, "little") + salt + tokens, digest_size=16).digest()
+    return hashlib.blake2b(
+        parent_key + len(salt).to_bytes(4, "little") + salt + tokens, digest_size=16
+    ).digest()
 
 
 @dataclass

@@ -26,7 +26,9 @@ class KVCache:
     ) -> KVCache:
         shape = (config.num_layers, num_blocks, block_size, config.num_kv_heads, config.head_dim)
         # Not zeroed: pages that no request has touched cost no memory on CPU.
-        return cls(torch.empty(shape, dtype=dtype, device=device), torch.empty(shape, dtype=dtype, device=device))
+        return cls(
+            torch.empty(shape, dtype=dtype, device=device), torch.empty(shape, dtype=dtype, device=device)
+        )
 
     @property
     def num_blocks(self) -> int:
