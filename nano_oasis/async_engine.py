@@ -16,10 +16,10 @@ from typing import Any
 
 from nano_oasis.build import Progress, build_engine
 from nano_oasis.config import EngineConfig, EngineInfo, ModelConfig
-from nano_oasis.engine import Engine, Sink, Submission
+from nano_oasis.engine import Engine, Sink, call_sinks
 from nano_oasis.metrics import Metrics
 from nano_oasis.outputs import OutputBuilder, RequestOutput, parse_prompt
-from nano_oasis.request import EngineDead, SamplingParams, TokenEvent
+from nano_oasis.request import EngineDead, SamplingParams, Submission, TokenEvent
 from nano_oasis.tokenizer import Tokenizer
 
 

@@ -107,8 +107,8 @@ def size_pool(
     if config.max_model_len is not None:
         need = -(-max_len // config.block_size)
         raise ConfigError(
-            f"max_model_len: {max_len} tokens need {need} KV blocks ({format_bytes(need * block_bytes)}), but "
-            f"only {blocks} ({format_bytes(blocks * block_bytes)}) fit; raise device_kv_memory or lower it"
+            f"max_model_len: {max_len} tokens need {need} KV blocks ({format_bytes(need * block_bytes)}), "
+            f"but only {blocks} ({format_bytes(blocks * block_bytes)}) fit; raise device_kv_memory"
         )
     log.warning("max_model_len reduced from %d to %d tokens: that is all the KV pool holds", max_len, tokens)
     return blocks, tokens
@@ -125,7 +125,8 @@ def _default_memory(device: str) -> int:
 def _model_len(config: EngineConfig, model: ModelConfig) -> int:
     if config.max_model_len is not None and config.max_model_len > model.max_position:
         raise ConfigError(
-            f"max_model_len: {config.max_model_len} is more than the model's context of {model.max_position} tokens"
+            f"max_model_len: {config.max_model_len} is more than the model's context"
+            f" of {model.max_position} tokens"
         )
     return config.max_model_len or model.max_position
 
@@ -139,7 +140,7 @@ def _device(config: EngineConfig) -> str:
 
 
 def _dtype(config: EngineConfig, device: str) -> torch.dtype | None:
-    """fp32 on CPU unless asked otherwise: half-precision products are slow on most CPUs. None = the file's."""
+    """fp32 on CPU unless asked otherwise: most CPUs multiply halves slowly. None = as in the file."""
     if config.dtype == "auto":
         return torch.float32 if device == "cpu" else None
     return {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}[config.dtype]

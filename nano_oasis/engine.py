@@ -14,7 +14,6 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 from nano_oasis.config import EngineInfo, ModelConfig
@@ -27,6 +26,7 @@ from nano_oasis.request import (
     SamplingParams,
     ScheduledRow,
     Status,
+    Submission,
     TokenEvent,
 )
 from nano_oasis.runner import Runner
@@ -38,13 +38,6 @@ log = logging.getLogger(__name__)
 
 Sink = Callable[[TokenEvent], None]
 Deliver = Callable[[list[tuple[Sink, TokenEvent]]], None]
-
-
-@dataclass(frozen=True, eq=False)
-class Submission:
-    """A submitted prompt: one Request per choice."""
-
-    requests: list[Request]
 
 
 def call_sinks(events: list[tuple[Sink, TokenEvent]]) -> None:
@@ -135,7 +128,7 @@ class Engine:
         return len(self._live)
 
     def stop(self, timeout: float = 0.0) -> None:
-        """Refuse new requests, let running ones finish for `timeout` seconds, abort the rest, end the thread."""
+        """Refuse new requests, give running ones `timeout` seconds, abort the rest, end the thread."""
         with self._wake:
             if self._state == "ok":
                 self._state = "draining"

@@ -15,8 +15,8 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from nano_oasis.build import build_engine
 from nano_oasis.config import EngineConfig
-from nano_oasis.outputs import GenerationError, OutputBuilder, RequestOutput, parse_prompt
-from nano_oasis.request import EngineDead, RequestError, SamplingParams, TokenEvent
+from nano_oasis.outputs import OutputBuilder, RequestOutput, parse_prompt
+from nano_oasis.request import RequestError, SamplingParams, TokenEvent
 from nano_oasis.tokenizer import Tokenizer
 
 Prompt = str | dict[str, Any]
@@ -86,7 +86,10 @@ class LLM:
         params: SamplingParams | Sequence[SamplingParams] | None,
         show: bool,
     ) -> list[RequestOutput]:
-        each = [params or SamplingParams()] * len(jobs) if _single(params) else list(params or ())  # type: ignore[arg-type]
+        if params is None or isinstance(params, SamplingParams):
+            each = [params or SamplingParams()] * len(jobs)
+        else:
+            each = list(params)
         if len(each) != len(jobs):
             raise RequestError(f"{len(jobs)} prompts, but {len(each)} sampling_params", "sampling_params")
         inbox: queue.SimpleQueue[tuple[int, TokenEvent]] = queue.SimpleQueue()
@@ -124,13 +127,6 @@ class LLM:
         self.close()
 
 
-def _single(params: object) -> bool:
-    return params is None or isinstance(params, SamplingParams)
-
-
 def _bar(show: bool) -> Progress:
     columns = TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn()
     return Progress(*columns, disable=not show, transient=True)
-
-
-__all__ = ["LLM", "EngineDead", "GenerationError", "RequestError", "SamplingParams"]

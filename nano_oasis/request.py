@@ -114,7 +114,7 @@ class Status(enum.Enum):
 
 @dataclass(frozen=True, slots=True)
 class TokenLogprob:
-    """One token's log-probability under the model (before temperature and filters) and the likeliest others."""
+    """A token's log-probability under the model (before temperature and filters), and the likeliest."""
 
     token_id: int
     logprob: float
@@ -197,6 +197,13 @@ class Request:
     @property
     def finished(self) -> bool:
         return self.status is Status.FINISHED
+
+
+@dataclass(frozen=True, eq=False)
+class Submission:
+    """A submitted prompt: one Request per choice."""
+
+    requests: list[Request]
 
 
 @dataclass(frozen=True, slots=True)
