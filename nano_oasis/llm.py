@@ -31,16 +31,16 @@ class LLM:
 
     def __init__(self, model: str = "smollm2", **options: Any) -> None:
         self.config = EngineConfig.make(model=model, **options)
-        self._engine = build_engine(self.config)
-        self._engine.start()
+        self.engine = build_engine(self.config)
+        self.engine.start()
         self._ids = itertools.count()
 
     @property
     def tokenizer(self) -> Tokenizer:
-        return self._engine.tokenizer
+        return self.engine.tokenizer
 
     def get_tokenizer(self) -> Tokenizer:
-        return self._engine.tokenizer
+        return self.engine.tokenizer
 
     def generate(
         self,
@@ -100,7 +100,7 @@ class LLM:
         submissions = []
         try:
             for i, ((_, ids), p) in enumerate(zip(jobs, each, strict=True)):
-                submissions.append(self._engine.submit(ids, p, lambda e, i=i: inbox.put((i, e))))  # type: ignore[misc]
+                submissions.append(self.engine.submit(ids, p, lambda e, i=i: inbox.put((i, e))))  # type: ignore[misc]
             with _bar(show and len(jobs) > 1) as bar:
                 task = bar.add_task("generating", total=len(jobs))
                 left = len(jobs)
@@ -112,13 +112,13 @@ class LLM:
                         bar.update(task, completed=len(jobs) - left)
         except BaseException:  # a refused prompt, a failed one, Ctrl-C: nothing is left running
             for submission in submissions:
-                self._engine.abort(submission)
+                self.engine.abort(submission)
             raise
         return [b.result for b in builders]
 
     def close(self) -> None:
         """Abort what runs and stop the engine; later calls raise EngineDead."""
-        self._engine.stop()
+        self.engine.stop()
 
     def __enter__(self) -> LLM:
         return self

@@ -100,6 +100,7 @@ class Model:
         self.rope_local = (
             rope_table(config.rope_local, config.head_dim, max_len).to(device) if config.rope_local else None
         )
+        self.weight_bytes = self._count_bytes()
         # The reference rounds the scale to the weights' dtype before multiplying.
         self.embed_scale = float(torch.tensor(config.embed_scale).to(self.embed.dtype))
 
@@ -158,6 +159,13 @@ class Model:
             return F.rms_norm(x, weight.shape, weight, self.config.rms_eps)
         y = F.rms_norm(x.float(), weight.shape, weight.float(), self.config.rms_eps)
         return y.to(x.dtype)
+
+    def _count_bytes(self) -> int:
+        """Bytes a decode step reads: the embedding table only where it also is the output head."""
+        tensors = [self.lm_head, self.final_norm]
+        for layer in self.layers:
+            tensors += [t for t in vars(layer).values() if isinstance(t, torch.Tensor)]
+        return sum(t.nbytes for t in tensors)
 
     @staticmethod
     def _angles(
