@@ -2,5 +2,14 @@
 
 from nano_oasis.weights.errors import CheckpointError
 from nano_oasis.weights.gguf_scan import read_gguf_metadata
+from nano_oasis.weights.load import Checkpoint, load_checkpoint, load_config
+from nano_oasis.weights.resolve import resolve_model
 
-__all__ = ["CheckpointError", "read_gguf_metadata"]
+__all__ = [
+    "Checkpoint",
+    "CheckpointError",
+    "load_checkpoint",
+    "load_config",
+    "read_gguf_metadata",
+    "resolve_model",
+]

@@ -1,7 +1,7 @@
 """Header of a GGUF file: metadata and the place of every tensor, checked before anything trusts it.
 
 Owns: the byte layout of GGUF (versions 2 and 3, little-endian) and its limits.
-Must not know: what a key or a tensor means, dequantisation, torch.
+Must not know: what a key or a tensor means, dequantisation.
 
 Layout: magic, version u32, tensor count u64, key count u64; then key/value pairs; then per tensor its
 name, dimensions (fastest first), type and offset; then padding to the alignment; then the tensor data.
@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import itertools
 import mmap
+import re
 import struct
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,6 +23,7 @@ import numpy as np
 from gguf.constants import GGML_QUANT_SIZES, GGMLQuantizationType
 
 from nano_oasis.weights.errors import CheckpointError
+from nano_oasis.weights.stored import StoredTensor
 
 MAX_KEYS = 1 << 16
 MAX_TENSORS = 1 << 20
@@ -38,21 +40,12 @@ _U32, _U64 = struct.Struct("<I"), struct.Struct("<Q")
 
 
 @dataclass(frozen=True, slots=True)
-class GGUFTensor:
-    """One tensor's place in a file. `shape` is in torch order (slowest first); `offset` is absolute."""
-
-    name: str
-    type: GGMLQuantizationType
-    shape: tuple[int, ...]
-    offset: int
-    nbytes: int
-
-
-@dataclass(frozen=True, slots=True)
 class GGUFHeader:
+    """Metadata and tensors of one file, or of all parts of a split one (then the first part's metadata)."""
+
     path: Path
     metadata: dict[str, Any]  # arrays as lists
-    tensors: dict[str, GGUFTensor]
+    tensors: dict[str, StoredTensor]
 
 
 def scan_gguf(path: Path) -> GGUFHeader:
@@ -77,6 +70,36 @@ def read_gguf_metadata(path: Path | str) -> dict[str, Any]:
     Raises CheckpointError if the file is not GGUF or its header is damaged (tensor table included).
     """
     return scan_gguf(Path(path)).metadata
+
+
+def scan_gguf_parts(path: Path) -> GGUFHeader:
+    """Like scan_gguf; if `path` is the first part of a split file, the tensors of all parts together.
+
+    Parts are named <name>-00001-of-00003.gguf and so on, and lie side by side.
+    """
+    first = scan_gguf(path)
+    count, number = first.metadata.get("split.count", 1), first.metadata.get("split.no", 0)
+    if not _is_int(count) or not 1 <= count <= 99999:
+        raise CheckpointError.at(path, f"split.count must be between 1 and 99999, got {count!r:.80}")
+    if count == 1:
+        return first
+    named = re.fullmatch(r"(.*)-(\d{5})-of-(\d{5})\.gguf", path.name)
+    if named is None or int(named[2]) != 1 or int(named[3]) != count or number != 0:
+        raise CheckpointError.at(
+            path,
+            f"is part {number} of a GGUF file split in {count}; give the first part, "
+            f"named <name>-00001-of-{count:05d}.gguf, with the others beside it",
+        )
+    tensors = dict(first.tensors)
+    for i in range(2, count + 1):
+        part = scan_gguf(path.with_name(f"{named[1]}-{i:05d}-of-{count:05d}.gguf"))
+        if part.metadata.get("split.no") != i - 1 or part.metadata.get("split.count") != count:
+            raise CheckpointError.at(part.path, f"is not part {i} of {count} of the split file {path.name}")
+        for name, stored in part.tensors.items():
+            if name in tensors:
+                raise CheckpointError.at(part.path, f"tensor {name!r} is also in {tensors[name].path.name}")
+            tensors[name] = stored
+    return GGUFHeader(path, first.metadata, tensors)
 
 
 class _Scan:
@@ -195,10 +218,10 @@ class _Scan:
 
     def _place(
         self, infos: list[tuple[str, tuple[int, ...], GGMLQuantizationType, int]], alignment: int
-    ) -> dict[str, GGUFTensor]:
+    ) -> dict[str, StoredTensor]:
         """Check every tensor's bytes: inside the file, aligned, not shared with another tensor."""
         base = -(-self.pos // alignment) * alignment
-        tensors: dict[str, GGUFTensor] = {}
+        tensors: dict[str, StoredTensor] = {}
         for name, shape, quant, offset in infos:
             if name in tensors:
                 raise self.fail(f"tensor {name!r} appears twice")
@@ -219,7 +242,7 @@ class _Scan:
                     f"tensor {name!r} would end at byte {base + offset + nbytes}, "
                     f"but the file has {self.size} bytes (cut or damaged?)"
                 )
-            tensors[name] = GGUFTensor(name, quant, shape, base + offset, nbytes)
+            tensors[name] = StoredTensor(self.path, name, quant.name, shape, base + offset, nbytes)
         ordered = sorted(tensors.values(), key=lambda t: t.offset)
         for first, second in itertools.pairwise(ordered):
             if first.offset + first.nbytes > second.offset:
