@@ -31,9 +31,8 @@ VARIANTS = [
     ("qwen3", {"attention_bias": True}),
 ]
 # llama.cpp has no name for the tensors of these, so no such GGUF exists.
-CASES = [("safetensors", *v) for v in VARIANTS] + [
-    ("gguf", *v) for v in VARIANTS if "attention_bias" not in v[1]
-]
+CASES = [("safetensors", *v) for v in VARIANTS]
+CASES += [("gguf", *v) for v in VARIANTS if "attention_bias" not in v[1]]
 
 
 def forward(model: Model, cache: KVCache, sequences, chunk: int) -> list[torch.Tensor]:
