@@ -160,7 +160,7 @@ def _write_tensor(
 
 
 def _permute(data: np.ndarray, heads: int) -> np.ndarray:
-    """Rows of q or k from halves (i, i + d/2) to neighbours (2i, 2i + 1), per head: llama.cpp's rope order."""
+    """Rows of q or k from halves (i, i + d/2) to neighbours (2i, 2i + 1), per head: the order of GGUF."""
     per_head = data.reshape(heads, 2, data.shape[0] // heads // 2, *data.shape[1:])
     return np.ascontiguousarray(per_head.swapaxes(1, 2)).reshape(data.shape)
 
@@ -168,7 +168,7 @@ def _permute(data: np.ndarray, heads: int) -> np.ndarray:
 def _rope_of(config: Any) -> dict[str, Any]:
     """Rope parameters of the full-attention layers."""
     rope = config.rope_parameters
-    return rope["full_attention"] if "full_attention" in rope else rope
+    return rope.get("full_attention", rope)
 
 
 def _write_keys(writer: gguf.GGUFWriter, config: Any, head_dim: int) -> None:

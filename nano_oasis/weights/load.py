@@ -182,7 +182,7 @@ def _match(
     if unknown:
         raise CheckpointError.at(
             path,
-            f"has {len(unknown)} tensors that a {config.family} model so configured has no place for: {some(unknown)}",
+            f"has {len(unknown)} tensors that this {config.family} model has no place for: {some(unknown)}",
         )
     stored = {name: found[file_name] for name, file_name in names.items()}
     for name, shape in parameter_shapes(config).items():
