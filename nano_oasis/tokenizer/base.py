@@ -102,7 +102,7 @@ class Tokenizer:
         return text[1:] if self.strips_first_space and text.startswith(" ") else text
 
     def token_bytes(self, id: int) -> bytes:
-        """The bytes this token adds to a text. A control token: its spelling; outside the vocabulary: none."""
+        """The bytes a token adds to a text. A control token: its spelling; outside the vocabulary: none."""
         return self._backend.token_bytes(id) if 0 <= id < self.vocab_size else b""
 
     def token_text(self, id: int) -> str:

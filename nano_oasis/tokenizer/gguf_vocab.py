@@ -107,7 +107,8 @@ def read_vocabulary(metadata: Mapping[str, Any], path: Path) -> GGUFVocabulary:
         types = [PieceType.BYTE if kind == "llama" and is_byte_name(t) else PieceType.NORMAL for t in tokens]
     if len(types) != len(tokens):
         raise vocabulary.error(f"token_type has {len(types)} entries for {len(tokens)} tokens")
-    types = [int(t) if t in set(PieceType) else PieceType.NORMAL for t in types]
+    known = frozenset(map(int, PieceType))
+    types = [t if t in known else PieceType.NORMAL for t in types]
     vocabulary = GGUFVocabulary(kind, tokens, types, path, metadata)
     for key in ("bos_token_id", "eos_token_id", "eot_token_id", "eom_token_id"):
         id = vocabulary.token_id(key)

@@ -7,6 +7,7 @@ Must not know: files, chats, which token is BOS.
 from __future__ import annotations
 
 import enum
+import functools
 import itertools
 import struct
 from collections.abc import Sequence
@@ -117,6 +118,7 @@ def build_model(
     return b"".join(parts) + _message(2, trainer) + _message(3, normalizer)
 
 
+@functools.cache  # a vocabulary asks for the same few lengths again and again
 def _varint(number: int) -> bytes:
     out = bytearray()
     while number > 0x7F:
