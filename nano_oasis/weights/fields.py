@@ -18,11 +18,10 @@ _MAX_JSON = 1 << 26  # bytes; the index of a model with 100,000 tensors has abou
 def read_json(path: Path) -> dict[str, Any]:
     """The JSON object in `path`. Raises CheckpointError if it is missing, too long or not an object."""
     try:
-        with path.open("rb") as file:
-            raw = file.read(_MAX_JSON + 1)
-        if len(raw) > _MAX_JSON:
-            raise CheckpointError.at(path, f"is longer than {_MAX_JSON} bytes")
-        value = json.loads(raw)
+        size = path.stat().st_size
+        if size > _MAX_JSON:
+            raise CheckpointError.at(path, f"has {size} bytes; at most {_MAX_JSON} are allowed")
+        value = json.loads(path.read_bytes())
     except FileNotFoundError as error:
         raise CheckpointError.at(path, "is missing") from error
     except OSError as error:

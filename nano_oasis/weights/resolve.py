@@ -33,7 +33,7 @@ def resolve_model(model: str) -> Path:
         if model.strip() and path.exists():
             return _file(path)
     except (OSError, RuntimeError) as error:  # no permission, too long, no such user
-        raise CheckpointError(f"model {model!r:.200}: {error}") from error
+        raise CheckpointError(f"model {model!r:.200}: {getattr(error, 'strerror', None) or error}") from error
     if model in BUILT_IN:
         return BUILT_IN[model]()
     looks_local = model.startswith((".", "/", "~")) or path.suffix in (".gguf", ".safetensors")

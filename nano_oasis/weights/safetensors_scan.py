@@ -141,7 +141,7 @@ def _counts(value: Any) -> bool:
 
 
 def _check_ranges(path: Path, ordered: list[StoredTensor], base: int, size: int) -> None:
-    end = base
+    end, hole = base, None
     for tensor in ordered:
         if tensor.offset + tensor.nbytes > size:
             raise CheckpointError.at(
@@ -149,9 +149,12 @@ def _check_ranges(path: Path, ordered: list[StoredTensor], base: int, size: int)
                 f"tensor {tensor.name!r} would end at byte {tensor.offset + tensor.nbytes}, but the file has "
                 f"{size} bytes (cut or damaged?)",
             )
-        if tensor.offset != end:
-            what = "overlaps the tensor before it" if tensor.offset < end else "leaves a hole before it"
-            raise CheckpointError.at(path, f"tensor {tensor.name!r} {what} (damaged?)")
+        if tensor.offset < end:
+            raise CheckpointError.at(path, f"tensor {tensor.name!r} overlaps the tensor before it (damaged?)")
+        if tensor.offset > end:
+            hole = hole or tensor  # reported last: a range that is wrong elsewhere is the better clue
         end = tensor.offset + tensor.nbytes
+    if hole is not None:
+        raise CheckpointError.at(path, f"has bytes of no tensor before {hole.name!r} (damaged?)")
     if end != size:
         raise CheckpointError.at(path, f"has {size - end} bytes after its last tensor (damaged?)")
