@@ -173,6 +173,8 @@ def test_b069_end_tokens_are_a_union(tmp_path: Path) -> None:
         ({"num_hidden_layers": 0}, "num_hidden_layers"),
         ({"num_key_value_heads": 3}, "3 KV heads"),
         ({"head_dim": 15}, "head size 15"),
+        ({"max_position_embeddings": 2**31 - 1}, "context length"),
+        ({"rope_scaling": {"type": "yarn", "factor": 1e29}}, "context length"),
         ({"rms_norm_eps": float("nan")}, "rms_norm_eps"),
         ({"tie_word_embeddings": "yes"}, "tie_word_embeddings"),
         ({"eos_token_id": [1.5]}, "eos_token_id"),

@@ -108,7 +108,7 @@ def test_hub_id(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     make_hf("llama", tmp_path)
     asked: list[tuple[str, list[str]]] = []
 
-    def download(repo: str, allow_patterns: list[str]) -> str:
+    def download(repo: str, allow_patterns: list[str], ignore_patterns: list[str]) -> str:
         asked.append((repo, allow_patterns))
         return str(tmp_path)
 
@@ -116,6 +116,9 @@ def test_hub_id(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert resolve_model("owner/some-model") == tmp_path
     assert asked[0][0] == "owner/some-model"
     assert not any("bin" in p or "pt" in p for p in asked[0][1])  # pickles are not even fetched
+    (tmp_path / "config.json").unlink()
+    with pytest.raises(CheckpointError, match=r"no config\.json.*GGUF"):
+        resolve_model("owner/some-model")
 
 
 def test_hub_id_offline(monkeypatch: pytest.MonkeyPatch) -> None:

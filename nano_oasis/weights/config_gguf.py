@@ -38,19 +38,8 @@ def config_from_gguf(header: GGUFHeader, freq_factors: tuple[float, ...] | None 
     `freq_factors` is the content of the tensor rope_freqs, if the file has one. Raises CheckpointError
     naming the file and the key.
     """
-    general = Fields(header.path, header.metadata, "general.")
-    arch = general.text("architecture", "")
-    if arch not in ARCHITECTURES or general.text("type", "model") != "model":
-        raise CheckpointError.at(
-            header.path,
-            f"architecture {arch!r} (type {general.raw('type') or 'model'!r}) is not supported; "
-            f"supported GGUF architectures: {', '.join(ARCHITECTURES)}",
-        )
-    f = Fields(header.path, header.metadata, f"{arch}.")
-    for name in _REFUSED:
-        f.refuse(name, 0)
-    f.refuse("attention.causal", True)
-
+    f = _fields(header)
+    arch = f.prefix.removesuffix(".")
     gemma = arch == "gemma3"
     num_layers = f.integer("block_count", high=10_000)
     hidden = f.integer("embedding_length")
@@ -97,6 +86,23 @@ def config_from_gguf(header: GGUFHeader, freq_factors: tuple[float, ...] | None 
             eos_token_ids=tuple(dict.fromkeys(i for key in _END_KEYS for i in tokenizer.token_ids(key))),
         ),
     )
+
+
+def _fields(header: GGUFHeader) -> Fields:
+    """The architecture's own keys. Refuses architectures and features that are not supported."""
+    general = Fields(header.path, header.metadata, "general.")
+    arch = general.text("architecture", "")
+    if arch not in ARCHITECTURES or general.text("type", "model") != "model":
+        raise CheckpointError.at(
+            header.path,
+            f"architecture {arch!r} (type {general.raw('type') or 'model'!r}) is not supported; "
+            f"supported GGUF architectures: {', '.join(ARCHITECTURES)}",
+        )
+    f = Fields(header.path, header.metadata, f"{arch}.")
+    for name in _REFUSED:
+        f.refuse(name, 0)
+    f.refuse("attention.causal", True)
+    return f
 
 
 def _vocab_size(header: GGUFHeader, f: Fields) -> int:

@@ -29,6 +29,7 @@ ARCHITECTURES = (
     "Gemma3ForCausalLM",
     "Gemma3ForConditionalGeneration",
 )
+MAX_POSITION = 2**24  # as for --max-model-len
 # What transformers assumes when config.json does not say.
 _MAX_POSITION = {"llama": 2048, "mistral": 131072, "qwen2": 32768, "qwen3": 32768, "gemma3": 131072}
 _KV_HEADS = {"mistral": 8, "qwen2": 32, "qwen3": 32, "gemma3": 4}  # llama: as many as heads
@@ -45,13 +46,6 @@ def config_from_folder(folder: Path) -> ModelConfig:
     path = folder / "config.json"
     outer = Fields(path, read_json(path))
     f, family = _text_part(outer)
-    for name in ("quantization_config", "attn_logit_softcapping", "final_logit_softcapping"):
-        f.refuse(name)
-        outer.refuse(name)
-    for name in ("num_experts", "num_local_experts", "use_bidirectional_attention"):
-        f.refuse(name, 0)
-    f.refuse("partial_rotary_factor", 1)
-
     gemma = family == "gemma3"
     num_layers = f.integer("num_hidden_layers", high=10_000)
     hidden = f.integer("hidden_size")
@@ -107,11 +101,13 @@ def check_config(path: Path, c: ModelConfig) -> ModelConfig:
         )
     if c.head_dim < 2 or c.head_dim % 2:
         raise CheckpointError.at(path, f"head size {c.head_dim} is not even; rotary embedding turns pairs")
+    if c.max_position > MAX_POSITION:
+        raise CheckpointError.at(path, f"context length {c.max_position} is above {MAX_POSITION} (damaged?)")
     return c
 
 
 def _text_part(outer: Fields) -> tuple[Fields, str]:
-    """The fields of the text model, and its family. Refuses architectures that are not supported."""
+    """The fields of the text model, and its family. Refuses what is not supported."""
     model_type = outer.text("model_type", "")
     architectures = outer.raw("architectures")
     named = architectures if isinstance(architectures, list) and architectures else [None]
@@ -121,8 +117,14 @@ def _text_part(outer: Fields) -> tuple[Fields, str]:
             f"architecture {named[0]!r} with model_type {model_type!r} is not supported; "
             f"supported: {', '.join(ARCHITECTURES)} (model_type {', '.join(_MODEL_TYPES)})",
         )
-    text = outer.section("text_config") if model_type == "gemma3" else None
-    return text or outer, _MODEL_TYPES[model_type]
+    f = (outer.section("text_config") if model_type == "gemma3" else None) or outer
+    for name in ("quantization_config", "attn_logit_softcapping", "final_logit_softcapping"):
+        f.refuse(name)
+        outer.refuse(name)
+    for name in ("num_experts", "num_local_experts", "use_bidirectional_attention"):
+        f.refuse(name, 0)
+    f.refuse("partial_rotary_factor", 1)
+    return f, _MODEL_TYPES[model_type]
 
 
 def _ropes(f: Fields, family: str, max_position: int) -> tuple[RopeConfig, RopeConfig | None]:

