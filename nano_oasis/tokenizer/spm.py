@@ -47,7 +47,7 @@ class SentencePieceBackend:
         extra: Sequence[AddedToken] = (),
         prefix_after_special: bool = True,
     ) -> None:
-        self._model = sentencepiece.SentencePieceProcessor(model_proto=proto)
+        self._model = _load(proto)
         self._size = self._model.get_piece_size()
         known = _control_tokens(self._model) if control is None else control
         self.added = list({t.id: t for t in (*known, *extra)}.values())
@@ -56,7 +56,7 @@ class SentencePieceBackend:
         self._later = self._model  # encodes what follows a special token
         if self.strips_first_space and not prefix_after_special:
             # In protobuf a later field overrides an earlier one: the same model without prefix space.
-            self._later = sentencepiece.SentencePieceProcessor(model_proto=proto + NO_PREFIX_SPACE)
+            self._later = _load(proto + NO_PREFIX_SPACE)
         self._matched = AddedTokens(self.added)
         self._matched_always = AddedTokens(t for t in self.added if not t.special)
         self._spelled = {t.id: t.text.encode() for t in self.added}
@@ -90,6 +90,12 @@ class SentencePieceBackend:
             return self._spelled.get(id, b"")
         name = self._model.id_to_piece(id)
         return spell_byte_fallback(name) if self._model.is_byte(id) else spell_metaspace(name)
+
+
+def _load(proto: bytes) -> sentencepiece.SentencePieceProcessor:
+    model = sentencepiece.SentencePieceProcessor()
+    model.LoadFromSerializedProto(proto)  # the constructor would take an empty model for none
+    return model
 
 
 def _control_tokens(model: sentencepiece.SentencePieceProcessor) -> list[AddedToken]:
