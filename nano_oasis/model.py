@@ -104,7 +104,6 @@ class Model:
         # The reference rounds the scale to the weights' dtype before multiplying.
         self.embed_scale = float(torch.tensor(config.embed_scale).to(self.embed.dtype))
 
-    @torch.inference_mode()
     def forward(
         self, token_ids: torch.Tensor, positions: torch.Tensor, cache: KVCache, batch: AttentionBatch
     ) -> torch.Tensor:
@@ -125,7 +124,6 @@ class Model:
             x = x + (h if layer.post_mlp_norm is None else self._norm(h, layer.post_mlp_norm))
         return self._norm(x, self.final_norm)
 
-    @torch.inference_mode()
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """hidden [N, H] -> fp32 [N, V]."""
         return F.linear(hidden, self.lm_head).float()

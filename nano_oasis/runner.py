@@ -38,6 +38,7 @@ class Runner:
         self.sampler = sampler
         self.device = device
 
+    @torch.inference_mode()
     def execute(self, rows: Sequence[ScheduledRow]) -> list[SampledToken | None]:
         """Compute every row; one entry per row, None where the row does not sample.
 

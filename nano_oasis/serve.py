@@ -10,6 +10,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import contextlib
+import errno
 import functools
 import importlib
 import logging
@@ -34,7 +35,7 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 BACKLOG = 2048  # connections the kernel holds while we are busy accepting others
-FLUSH_S = 5.0  # after the drain: for last events to reach their clients
+FLUSH_S = 3.0  # after the drain: for last events to reach their clients
 
 MakeEngine = Callable[[EngineConfig], "AsyncEngine"]
 
@@ -104,7 +105,7 @@ def bind(host: str, port: int) -> list[socket.socket]:
             failure = failure or error
             continue
         sockets.append(sock)
-    if failure is not None and (not sockets or failure.errno == 98):
+    if failure is not None and (not sockets or failure.errno == errno.EADDRINUSE):
         for sock in sockets:
             sock.close()
         raise failure
@@ -155,6 +156,8 @@ class Server:
         stop = asyncio.create_task(self._stop.wait())
         await asyncio.wait((loading, stop), return_when=asyncio.FIRST_COMPLETED)
         if not loading.done():
+            loading.cancel()  # takes the progress bar off the terminal; the thread cannot be stopped
+            await asyncio.wait((loading,), timeout=1)
             return 0
         stop.cancel()
         error = loading.exception()

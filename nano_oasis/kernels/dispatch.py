@@ -26,8 +26,14 @@ class Kernels:
     paged_prefill: Callable[..., Tensor]
 
     def attention(
-        self, q: Tensor, k_cache: Tensor, v_cache: Tensor, batch: AttentionBatch, scale: float, window: int | None
-    ) -> Tensor:  # fmt: skip
+        self,
+        q: Tensor,
+        k_cache: Tensor,
+        v_cache: Tensor,
+        batch: AttentionBatch,
+        scale: float,
+        window: int | None = None,
+    ) -> Tensor:
         """q [T, H, D], one layer's caches [N, B, Hkv, D] -> [T, H, D]. This step's KV is already written."""
         d, lens, starts = batch.num_decodes, batch.context_list, batch.query_list
         table, context_lens = batch.block_table, batch.context_lens
@@ -49,8 +55,16 @@ class Kernels:
 
 
 def select_kernels(device: torch.device | str) -> Kernels:
-    """`cpu` -> the torch twins. Raises ValueError for other devices."""
+    """`cpu` -> the torch twins, `cuda` (NVIDIA or AMD) -> Triton. Raises ValueError for other devices."""
     kind = torch.device(device).type
     if kind == "cpu":
         return Kernels("torch", reference.write_kv, reference.paged_decode, reference.paged_prefill)
-    raise ValueError(f"no attention kernels for device {str(device)!r}; use 'cpu'")
+    if kind != "cuda":
+        raise ValueError(f"no attention kernels for device {str(device)!r}; use 'cpu' or 'cuda'")
+    try:
+        from nano_oasis.kernels.triton_decode import paged_decode
+        from nano_oasis.kernels.triton_kv_write import write_kv
+        from nano_oasis.kernels.triton_prefill import paged_prefill
+    except ImportError as error:
+        raise ValueError(f"device {str(device)!r} needs Triton (pip install triton): {error}") from error
+    return Kernels("triton", write_kv, paged_decode, paged_prefill)

@@ -16,12 +16,32 @@ import torch.nn.functional as F
 from torch import Tensor
 
 QUERY_CHUNK = 256  # prefill queries attended at once: keeps the mask small
+GROUP_TOKENS = 2048  # decode: padded tokens gathered at once
+PADDING = 128  # decode: padded tokens a row may add to its group
+
+
+def check_shapes(q: Tensor, k_cache: Tensor, v_cache: Tensor, window: int | None = None) -> None:
+    """Raises ValueError for shapes that no backend can mean. q is any [T, heads, D]."""
+    if k_cache.ndim != 4 or v_cache.shape != k_cache.shape or v_cache.dtype != k_cache.dtype:
+        raise ValueError(
+            "the caches must both be [blocks, block_size, KV heads, head size] in one dtype, got "
+            f"{list(k_cache.shape)} {k_cache.dtype} and {list(v_cache.shape)} {v_cache.dtype}"
+        )
+    if q.ndim != 3 or q.shape[2] != k_cache.shape[3] or q.shape[1] % k_cache.shape[2]:
+        raise ValueError(
+            f"{list(q.shape)} does not fit caches of {k_cache.shape[2]} KV heads of size {k_cache.shape[3]}: "
+            "the head sizes must be equal and the KV heads divide the heads"
+        )
+    if window is not None and window < 1:
+        raise ValueError(f"window must be at least 1 token, or None for no window; got {window}")
 
 
 def write_kv(k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, slots: Tensor) -> None:
     """Store k, v [T, Hkv, D] in the caches [N, B, Hkv, D] at slots [T] int64 (block * B + offset)."""
-    k_cache.flatten(0, 1).index_copy_(0, slots, k.to(k_cache.dtype))
-    v_cache.flatten(0, 1).index_copy_(0, slots, v.to(v_cache.dtype))
+    check_shapes(k, k_cache, v_cache)
+    # view, unlike flatten, never copies: a write must reach the cache itself.
+    k_cache.view(-1, *k_cache.shape[2:]).index_copy_(0, slots, k.to(k_cache.dtype))
+    v_cache.view(-1, *v_cache.shape[2:]).index_copy_(0, slots, v.to(v_cache.dtype))
 
 
 def paged_decode(
@@ -45,6 +65,7 @@ def paged_decode(
     length 0 gives zeros and -inf. Sums are fp32 whatever the dtypes. context_list is context_lens on
     the host; plans is a dict that lives for one step, so that the layers share the grouping of rows.
     """
+    check_shapes(q, k_cache, v_cache, window)
     rows, heads, dim = q.shape
     block_size, kv_heads = k_cache.shape[1], k_cache.shape[2]
     lens = context_lens.tolist() if context_list is None else context_list
@@ -55,16 +76,16 @@ def paged_decode(
         if plans is not None:
             plans[key] = groups
     out = torch.zeros_like(q)
-    lse = torch.full((rows, heads), -torch.inf)
+    lse = torch.full((rows, heads), -torch.inf) if return_lse else None
     for g in groups:
-        k, v = g.gather(k_cache), g.gather(v_cache)  # [g, n, Hkv, D] fp32
+        k, v = g.read(k_cache), g.read(v_cache)  # [g, n, Hkv, D] fp32
         # The G query heads of a KV head are G rows of one product, so K and V are read once for all.
         query = q[g.rows].float().view(len(k), kv_heads, -1, dim)
         o, s = attend(query, k.transpose(1, 2), v.transpose(1, 2), scale, g.bias, return_lse)
         out[g.rows] = o.reshape(len(k), heads, dim).to(q.dtype)
-        if s is not None:
+        if lse is not None and s is not None:
             lse[g.rows] = s.reshape(len(k), heads)
-    return (out, lse) if return_lse else out
+    return out if lse is None else (out, lse)
 
 
 def paged_prefill(
@@ -86,6 +107,7 @@ def paged_prefill(
     q [T, H, D] with row r's queries at [query_starts[r], query_starts[r + 1]); query j of a row with Q
     queries is at position context_lens[r] - Q + j. Otherwise as paged_decode -> out [T, H, D] (, lse [T, H]).
     """
+    check_shapes(q, k_cache, v_cache, window)
     tokens, heads, dim = q.shape
     block_size, kv_heads = k_cache.shape[1], k_cache.shape[2]
     lens = context_lens.tolist() if context_list is None else context_list
@@ -112,7 +134,11 @@ def paged_prefill(
             group = query.shape[1]
             keys = k[:, None, lo - base : b - base].expand(-1, group, -1, -1)
             values = v[:, None, lo - base : b - base].expand(-1, group, -1, -1)
-            o, s = attend(query, keys, values, scale, _causal_bias(a, b, lo, window), return_lse)
+            bias = _causal_bias(a, b, lo, window)
+            if return_lse:
+                o, s = attend(query, keys, values, scale, bias, True)
+            else:  # torch's flash kernel never holds the scores; worth it from a few dozen queries on
+                o, s = F.scaled_dot_product_attention(query, keys, values, attn_mask=bias, scale=scale), None
             out[where] = o.permute(2, 0, 1, 3).reshape(b - a, heads, dim).to(q.dtype)
             if s is not None:
                 lse[where] = s.permute(2, 0, 1).reshape(b - a, heads)
@@ -126,13 +152,22 @@ def attend(
 
     Returns out [b, h, m, D] and, if asked for, lse [b, h, m]. Every query must see at least one key.
     """
-    if not return_lse:  # torch's flash kernel never holds the scores
-        return F.scaled_dot_product_attention(q, k, v, attn_mask=bias, scale=scale), None
-    scores = (q @ k.transpose(-1, -2)) * scale  # [b, h, m, n]
+    m = q.shape[2]
+    if m % 4:  # the BLAS is half as fast again on a multiple of four rows
+        q = F.pad(q, (0, 0, 0, -m % 4))
+    scores = _matmul(q * scale, k.transpose(2, 3))
     if bias is not None:
-        scores = scores + bias
-    lse = torch.logsumexp(scores, -1)
-    return torch.exp(scores - lse[..., None]) @ v, lse
+        scores[:, :, :m] += bias
+    out = _matmul(torch.softmax(scores, -1), v)
+    return out[:, :, :m], torch.logsumexp(scores[:, :, :m], -1) if return_lse else None
+
+
+def _matmul(x: Tensor, y: Tensor) -> Tensor:
+    """[b, h, m, k] @ [b, h, k, n]. torch.matmul would first copy a y that is a view into the cache."""
+    dim = 0 if y.shape[0] <= y.shape[1] else 1  # batched over one dimension, a loop over the shorter
+    if y.shape[dim] == 1:
+        return torch.bmm(x.squeeze(dim), y.squeeze(dim)).unsqueeze(dim)
+    return torch.stack([torch.bmm(a, b) for a, b in zip(x.unbind(dim), y.unbind(dim), strict=True)], dim)
 
 
 def _causal_bias(a: int, b: int, lo: int, window: int | None) -> Tensor | None:
@@ -151,18 +186,20 @@ class _Group:
     """Decode rows of similar length, padded to one width so that they are computed together."""
 
     rows: Tensor | slice  # of the batch
-    blocks: Tensor  # [g, width] int64
+    blocks: Tensor | slice  # [g, width] int64 ids; a slice where one row's blocks lie in order
     start: int  # first token seen, counted from the first block; 0 unless alone
     stop: int  # one past the last token
     bias: Tensor | None  # [g, 1, 1, stop - start]: -inf on padding
     padding: Tensor | None  # flat token indices of the padding
 
-    def gather(self, cache: Tensor) -> Tensor:
+    def read(self, cache: Tensor) -> Tensor:
         """[N, B, Hkv, D] -> [g, stop - start, Hkv, D] fp32. Padding becomes 0: 0 * NaN would leak."""
-        picked = cache.index_select(0, self.blocks.flatten()).float()  # [g * width, B, Hkv, D]
+        if isinstance(self.blocks, slice):
+            return cache[self.blocks].view(1, -1, *cache.shape[2:])[:, self.start : self.stop].float()
+        picked = cache.index_select(0, self.blocks.flatten())  # [g * width, B, Hkv, D]
         if self.padding is not None:
             picked.flatten(0, 1).index_fill_(0, self.padding, 0.0)
-        return picked.view(len(self.blocks), -1, *cache.shape[2:])[:, self.start : self.stop]
+        return picked.view(len(self.blocks), -1, *cache.shape[2:])[:, self.start : self.stop].float()
 
 
 def _group_rows(block_table: Tensor, lens: list[int], window: int | None, block_size: int) -> list[_Group]:
@@ -170,13 +207,16 @@ def _group_rows(block_table: Tensor, lens: list[int], window: int | None, block_
 
 
 def _similar(lens: list[int], window: int | None) -> Iterator[list[int]]:
-    """Rows of similar length together: a call costs as much as reading a few hundred padded tokens."""
+    """Rows to compute together: of similar length (a call costs as much as reading a few hundred padded
+    tokens), and few enough that what is gathered stays in the cache of the CPU."""
     seen = {r: min(n, window) if window else n for r, n in enumerate(lens) if n > 0}
     group: list[int] = []
     for r in sorted(seen, key=lambda r: -seen[r]):
-        if group and seen[group[0]] - seen[r] > max(128, seen[group[0]] // 8):
-            yield sorted(group)
-            group = []
+        if group:
+            longest = seen[group[0]]
+            if longest - seen[r] > max(PADDING, longest // 8) or longest * (len(group) + 1) > GROUP_TOKENS:
+                yield sorted(group)
+                group = []
         group.append(r)
     if group:
         yield sorted(group)
@@ -188,18 +228,23 @@ def _make_group(
     first = [max(0, lens[r] - window) if window else 0 for r in rows]  # first position seen
     base = [f // block_size for f in first]  # and its block
     width = max(-(-lens[r] // block_size) - b for r, b in zip(rows, base, strict=True))
-    column = torch.tensor(base)[:, None] + torch.arange(width)  # [g, width]
-    column = column.clamp_(max=block_table.shape[1] - 1)
-    start, stop = first[0] - base[0] * block_size, lens[rows[0]] - base[0] * block_size
-    where = slice(rows[0], rows[-1] + 1) if rows[-1] - rows[0] + 1 == len(rows) else torch.tensor(rows)
-    blocks = block_table[where].long().gather(1, column)
     if len(rows) == 1:
-        return _Group(where, blocks, start, stop, None, None)
+        r, b = rows[0], base[0]
+        ids = block_table[r, b : b + width].long()
+        low = int(ids[0])
+        in_order = bool((ids == torch.arange(low, low + width)).all())
+        blocks = slice(low, low + width) if in_order else ids[None]
+        return _Group(
+            slice(r, r + 1), blocks, first[0] - b * block_size, lens[r] - b * block_size, None, None
+        )
+    column = (torch.tensor(base)[:, None] + torch.arange(width)).clamp_(max=block_table.shape[1] - 1)
     begin = torch.tensor([f - b * block_size for f, b in zip(first, base, strict=True)])[:, None]
     end = torch.tensor([lens[r] - b * block_size for r, b in zip(rows, base, strict=True)])[:, None]
     token = torch.arange(width * block_size)
     hidden = (token < begin) | (token >= end)  # [g, width * B]
-    # Blocks past a row's end may be any id in the table; they are valid memory and hidden.
-    blocks = blocks.masked_fill_(torch.arange(width) * block_size >= end, int(blocks[0, 0]))
+    where = torch.tensor(rows)
+    blocks = block_table[where].long().gather(1, column)
+    # Table entries past a row's end may be anything: read some block that exists, and hide it.
+    blocks = torch.where(torch.arange(width) * block_size < end, blocks, blocks[:, :1])
     bias = torch.zeros(hidden.shape).masked_fill_(hidden, -torch.inf)[:, None, None]
     return _Group(where, blocks, 0, width * block_size, bias, hidden.flatten().nonzero().flatten())

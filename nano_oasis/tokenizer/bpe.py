@@ -95,14 +95,14 @@ def _ids(tokenizer: tokenizers.Tokenizer, text: str) -> list[int]:
     return ids
 
 
-def byte_alphabet() -> dict[str, int]:
+def _byte_alphabet() -> dict[str, int]:
     """Letter -> byte of byte-level BPE: printable Latin-1 is itself, other bytes are U+0100 upwards."""
     printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     others = [byte for byte in range(256) if byte not in printable]
     return {chr(b): b for b in printable} | {chr(0x100 + i): b for i, b in enumerate(others)}
 
 
-_ALPHABET = byte_alphabet()
+_ALPHABET = _byte_alphabet()
 
 
 def spell_byte_level(name: str) -> bytes:

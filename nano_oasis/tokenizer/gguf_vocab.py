@@ -9,6 +9,7 @@ model (Llama 2, Mistral, Gemma) with scores and byte fallback.
 
 from __future__ import annotations
 
+import collections
 import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -94,22 +95,23 @@ class GGUFVocabulary:
 def read_vocabulary(metadata: Mapping[str, Any], path: Path) -> GGUFVocabulary:
     """Check the vocabulary's keys. Raises TokenizerError naming the key."""
     kind, tokens = (metadata.get(f"tokenizer.ggml.{key}") for key in ("model", "tokens"))
-    vocabulary = GGUFVocabulary(str(kind), tokens or [], [], path, metadata)
+    types: list[int] = []
+    vocabulary = GGUFVocabulary(str(kind), tokens or [], types, path, metadata)
     if kind not in ("gpt2", "llama"):
         raise vocabulary.error(f"model is {kind!r}; supported are 'gpt2' (BPE) and 'llama' (sentencepiece)")
     if not isinstance(tokens, list) or not tokens or not all(isinstance(t, str) for t in tokens):
         raise vocabulary.error("tokens must be a list of strings")
     if len(set(tokens)) < len(tokens):
-        twice = next(t for i, t in enumerate(tokens) if tokens.index(t) < i)
+        twice, _ = collections.Counter(tokens).most_common(1)[0]
         raise vocabulary.error(f"tokens holds {twice!r} twice")
-    types = vocabulary.get("token_type", list)
-    if types is None:  # very old files
-        types = [PieceType.BYTE if kind == "llama" and is_byte_name(t) else PieceType.NORMAL for t in tokens]
-    if len(types) != len(tokens):
-        raise vocabulary.error(f"token_type has {len(types)} entries for {len(tokens)} tokens")
+    declared = vocabulary.get("token_type", list)
+    if declared is None:  # very old files
+        byte, normal = (PieceType.BYTE if kind == "llama" else PieceType.NORMAL), PieceType.NORMAL
+        declared = [byte if is_byte_name(t) else normal for t in tokens]
+    if len(declared) != len(tokens):
+        raise vocabulary.error(f"token_type has {len(declared)} entries for {len(tokens)} tokens")
     known = frozenset(map(int, PieceType))
-    types = [t if t in known else PieceType.NORMAL for t in types]
-    vocabulary = GGUFVocabulary(kind, tokens, types, path, metadata)
+    types += [t if t in known else PieceType.NORMAL for t in declared]
     for key in ("bos_token_id", "eos_token_id", "eot_token_id", "eom_token_id"):
         id = vocabulary.token_id(key)
         if id is not None and types[id] != PieceType.UNKNOWN:
@@ -140,9 +142,9 @@ def _pre_tokenizer(vocabulary: GGUFVocabulary) -> PreTokenizer:
 
 
 def _bpe(vocabulary: GGUFVocabulary, recipe: PreTokenizer) -> TokenizersBackend:
-    merges = [tuple(merge.split(" ")) for merge in vocabulary.get("merges", list, [])]
     ids = {token: id for id, token in enumerate(vocabulary.tokens)}
     try:
+        merges = [tuple(merge.split(" ")) for merge in vocabulary.get("merges", list, [])]
         model = models.BPE(vocab=ids, merges=merges, ignore_merges=recipe.ignore_merges)
     except Exception as error:  # the library raises bare Exceptions
         raise vocabulary.error(f"merges does not fit the vocabulary: {error}") from error
@@ -164,17 +166,15 @@ def _bpe(vocabulary: GGUFVocabulary, recipe: PreTokenizer) -> TokenizersBackend:
 
 
 def _sentencepiece(vocabulary: GGUFVocabulary) -> SentencePieceBackend:
-    types = list(vocabulary.types)
-    special = (PieceType.CONTROL, PieceType.UNKNOWN)
-    added = [AddedToken(i, vocabulary.tokens[i]) for i, t in enumerate(types) if t in special]
     # The library wants exactly one unknown piece; converters often file it under "control".
-    declared = [
-        vocabulary.token_id("unknown_token_id"),
-        *(i for i, t in enumerate(types) if t == special[1]),
-        0,
-    ]
-    unknown = next(i for i in declared if i is not None)
-    types = [PieceType.CONTROL if t == PieceType.UNKNOWN else t for t in types]
+    unknown = vocabulary.token_id("unknown_token_id")
+    for type in (PieceType.UNKNOWN, PieceType.CONTROL):
+        if unknown is None and type in vocabulary.types:
+            unknown = vocabulary.types.index(type)
+    if unknown is None:
+        raise vocabulary.error("unknown_token_id is missing, and no token is marked as unknown or control")
+    types = [PieceType.CONTROL if t == PieceType.UNKNOWN else t for t in vocabulary.types]
+    control = [AddedToken(i, vocabulary.tokens[i]) for i, t in enumerate(types) if t == PieceType.CONTROL]
     types[unknown] = PieceType.UNKNOWN
     scores = vocabulary.get("scores", list)
     if scores is None or len(scores) != len(types):
@@ -186,7 +186,7 @@ def _sentencepiece(vocabulary: GGUFVocabulary) -> SentencePieceBackend:
     prefix = vocabulary.get("add_space_prefix", bool, True)
     try:
         return SentencePieceBackend(
-            build_model(pieces, scores, types, add_space_prefix=prefix), control=added
+            build_model(pieces, scores, types, add_space_prefix=prefix), control=control
         )
     except Exception as error:  # the library raises RuntimeError, and others
         raise vocabulary.error(f"tokens do not make a sentencepiece model: {error}") from error

@@ -1,18 +1,17 @@
 """From a GGUF file or a model folder to a Tokenizer.
 
-Owns: which files of a folder say what, and which wins. Must not know: tokenization algorithms.
+Owns: which source says what, and which wins. Must not know: tokenization algorithms, file layouts.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import jinja2
-import msgspec
 
-from nano_oasis.tokenizer.added_tokens import AddedToken
+from nano_oasis.tokenizer import folder as files
 from nano_oasis.tokenizer.base import Backend, Tokenizer, TokenizerError
 from nano_oasis.tokenizer.chat_template import ChatTemplate
 from nano_oasis.tokenizer.gguf_vocab import build_backend, read_vocabulary
@@ -20,7 +19,6 @@ from nano_oasis.tokenizer.hf_json import load_hf_json
 from nano_oasis.tokenizer.spm import SentencePieceBackend
 from nano_oasis.weights import CheckpointError, read_gguf_metadata
 
-SPECIAL_NAMES = ("bos_token", "eos_token", "unk_token", "pad_token", "sep_token", "cls_token", "mask_token")
 # A GGUF has one key for the end of a turn, and older files leave it out: these are taken as ends
 # where the file's chat template writes them and the vocabulary marks them as control tokens.
 END_OF_TURN = ("<|im_end|>", "<|eot_id|>", "<|eom_id|>", "<end_of_turn>", "<|end|>")
@@ -51,8 +49,7 @@ def _from_gguf(path: Path, override: str | None, allow_special: bool) -> Tokeniz
     ids = {name: vocabulary.token_id(f"{name}_id") for name in ("bos_token", "eos_token", "pad_token")}
     ids["unk_token"] = vocabulary.token_id("unknown_token_id")
     variables = {name: vocabulary.tokens[id] for name, id in ids.items() if id is not None}
-    sources = _gguf_templates(metadata)
-    template = _template(override or sources, variables, path)
+    template = _template(override, _gguf_templates(metadata), variables, path)
     end_ids = {ids["eos_token"], vocabulary.token_id("eot_token_id"), vocabulary.token_id("eom_token_id")}
     written = template.source if template else ""
     end_ids |= {t.id for t in backend.added if t.special and t.text in END_OF_TURN and t.text in written}
@@ -75,40 +72,30 @@ def _gguf_templates(metadata: Mapping[str, Any]) -> dict[str, str]:
 
 
 def _from_folder(folder: Path, override: str | None, allow_special: bool) -> Tokenizer:
-    settings = _read_json(folder / "tokenizer_config.json")
-    special_map = _read_json(folder / "special_tokens_map.json")
-    variables: dict[str, str] = {}
-    for name in SPECIAL_NAMES:
-        text = _text_of(settings.get(name)) or _text_of(special_map.get(name))
-        if text:
-            variables[name] = text
-    backend, prefix, suffix = _folder_backend(folder, settings, variables)
+    config = files.read_json(folder / "tokenizer_config.json", files.TokenizerConfig)
+    older = files.read_json(folder / "special_tokens_map.json", files.SpecialTokens)
+    variables = older.spellings() | config.spellings()
+    backend, prefix, suffix = _folder_backend(folder, config, variables)
     by_text = {token.text: token.id for token in backend.added}
     bos_id, eos_id = (by_text.get(variables.get(name, "")) for name in ("bos_token", "eos_token"))
-    if settings.get("add_bos_token") is not None or settings.get("add_eos_token") is not None:
-        prefix, suffix = (
-            _if(settings.get("add_bos_token"), bos_id),
-            _if(settings.get("add_eos_token"), eos_id),
-        )
-    config = _read_json(folder / "config.json")
-    text_config = config.get("text_config") or {}
-    generation = _read_json(folder / "generation_config.json")
-    end_ids = {eos_id}
-    for source in (config, text_config, generation):
-        end_ids |= set(_as_ids(source.get("eos_token_id")))
+    if config.add_bos_token is not None or config.add_eos_token is not None:
+        prefix, suffix = _if(config.add_bos_token, bos_id), _if(config.add_eos_token, eos_id)
+    end_ids = set(_if(True, eos_id))
+    for name in ("config.json", "generation_config.json"):
+        end_ids |= files.read_json(folder / name, files.ModelEnds).ids()
     return Tokenizer(
         backend,
         bos_id=bos_id,
-        eos_ids=frozenset(id for id in end_ids if id is not None),
+        eos_ids=frozenset(end_ids),
         prefix_ids=prefix,
         suffix_ids=suffix,
-        template=_template(override or _folder_templates(folder, settings), variables, folder),
+        template=_template(override, files.templates(folder, config), variables, folder),
         allow_special_in_content=allow_special,
     )
 
 
 def _folder_backend(
-    folder: Path, settings: Mapping[str, Any], variables: dict[str, str]
+    folder: Path, config: files.TokenizerConfig, variables: dict[str, str]
 ) -> tuple[Backend, list[int], list[int]]:
     """-> (backend, ids before a text, ids after it); tokenizer.json wins over tokenizer.model.
 
@@ -119,11 +106,11 @@ def _folder_backend(
     path = folder / "tokenizer.model"
     if not path.is_file():
         raise TokenizerError(f"{folder}: no tokenizer.json and no tokenizer.model; one of them is needed")
+    extra = files.extra_tokens(folder, config)
     try:
+        # transformers, too, takes a missing "legacy" for true.
         backend = SentencePieceBackend(
-            path.read_bytes(),
-            extra=_extra_tokens(folder, settings, variables.values()),
-            prefix_after_special=settings.get("legacy") is not False,  # as transformers reads its absence
+            path.read_bytes(), extra=extra, prefix_after_special=config.legacy is not False
         )
     except (OSError, RuntimeError) as error:
         raise TokenizerError(f"{path}: not a usable sentencepiece model: {error}") from error
@@ -133,60 +120,16 @@ def _folder_backend(
     return backend, bos, []  # sentencepiece models of these families start with BOS unless told otherwise
 
 
-def _extra_tokens(folder: Path, settings: Mapping[str, Any], named: Iterable[str]) -> list[AddedToken]:
-    """Tokens that a folder adds to its tokenizer.model, from tokenizer_config.json or added_tokens.json."""
-    special = {*named, *(_text_of(t) for t in settings.get("additional_special_tokens") or ())}
-    tokens = [
-        AddedToken(id, text, text in special) for text, id in _read_json(folder / "added_tokens.json").items()
-    ]
-    for id, entry in (settings.get("added_tokens_decoder") or {}).items():
-        flags = {flag: bool(entry.get(flag)) for flag in ("special", "lstrip", "rstrip", "single_word")}
-        tokens.append(AddedToken(int(id), entry["content"], **flags))
-    return tokens
-
-
-def _folder_templates(folder: Path, settings: Mapping[str, Any]) -> dict[str, str]:
-    """Templates by name: chat_template.jinja, else tokenizer_config.json's (one, or a list of named ones)."""
-    declared = settings.get("chat_template") or {}
-    if isinstance(declared, list):
-        declared = {entry["name"]: entry["template"] for entry in declared}
-    templates = {"default": declared} if isinstance(declared, str) else dict(declared)
-    if (folder / "chat_template.jinja").is_file():
-        templates["default"] = (folder / "chat_template.jinja").read_text("utf-8")
-    for file in sorted(folder.glob("additional_chat_templates/*.jinja")):
-        templates[file.stem] = file.read_text("utf-8")
-    return templates
-
-
 def _template(
-    source: str | Mapping[str, str], variables: Mapping[str, str], path: Path
+    override: str | None, own: Mapping[str, str], variables: Mapping[str, str], path: Path
 ) -> ChatTemplate | None:
-    if not source:
+    if not override and not own:
         return None
     try:
-        return ChatTemplate(source, variables)
+        return ChatTemplate(override or own, variables)
     except jinja2.TemplateSyntaxError as error:
-        raise TokenizerError(f"{path}: chat template, line {error.lineno}: {error.message}") from error
-
-
-def _read_json(path: Path) -> dict[str, Any]:
-    """The object in a JSON file; a file that is not there is an empty one."""
-    if not path.is_file():
-        return {}
-    try:
-        return msgspec.json.decode(path.read_bytes(), type=dict[str, Any])
-    except (OSError, msgspec.DecodeError) as error:
-        raise TokenizerError(f"{path}: not a JSON object: {error}") from error
-
-
-def _text_of(token: Any) -> str | None:
-    """The spelling of a token that is written as a string or as an object with its flags."""
-    return token.get("content") if isinstance(token, dict) else token
-
-
-def _as_ids(value: Any) -> list[int]:
-    """eos_token_id: absent, a number, or a list of numbers."""
-    return [value] if isinstance(value, int) else list(value or ())
+        source = "the chat template given" if override else f"{path}: chat template"
+        raise TokenizerError(f"{source}, line {error.lineno}: {error.message}") from error
 
 
 def _if(wanted: bool | None, id: int | None) -> list[int]:
