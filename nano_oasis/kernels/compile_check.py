@@ -1,0 +1,195 @@
+"""Compiles every Triton kernel for GPUs that need not be present, and reads what it costs there.
+
+    python -m nano_oasis.kernels.compile_check [--target cuda:90 ...] [--dim 64 ...] [--dtype bf16 ...]
+
+Owns: the list of variants, reading registers, spills and shared memory out of the binaries. Must not
+know: how the kernels are launched beyond their tile settings. Exit status 1 if anything spills.
+"""
+
+from __future__ import annotations
+
+import argparse
+import re
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import triton
+from triton import knobs
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+
+from nano_oasis.kernels.triton_common import Tiles
+from nano_oasis.kernels.triton_decode import (
+    MAX_SPLITS,
+    MERGE_STEP,
+    MERGE_TILES,
+    decode_kernel,
+    decode_tiles,
+    merge_kernel,
+)
+from nano_oasis.kernels.triton_kv_write import TILES as KV_WRITE_TILES
+from nano_oasis.kernels.triton_kv_write import kv_write_kernel
+from nano_oasis.kernels.triton_prefill import prefill_kernel, prefill_tiles
+
+TARGETS = {
+    "cuda:80": GPUTarget("cuda", 80, 32),
+    "cuda:90": GPUTarget("cuda", 90, 32),
+    "cuda:100": GPUTarget("cuda", 100, 32),
+    "hip:gfx942": GPUTarget("hip", "gfx942", 64),
+}
+SHARED_LIMIT = {"cuda:80": 166_912, "cuda:90": 232_448, "cuda:100": 232_448, "hip:gfx942": 65_536}  # bytes
+DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
+DIMS = (64, 128, 256)
+BLOCK_SIZE = 16
+
+
+@dataclass(frozen=True)
+class Variant:
+    """One compilation: a kernel, the types of its arguments, its constants and launch settings."""
+
+    name: str
+    kernel: Any
+    types: dict[str, str]  # every argument that is not a constant
+    constants: dict[str, int]
+    options: dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Cost:
+    """What one compiled kernel takes. Registers per thread; spills in bytes per thread."""
+
+    registers: int
+    spills: int
+    shared: int
+
+
+def variants(dim: int, dtype: str, heads: int = 32, kv_heads: int = 8) -> Iterator[Variant]:
+    """The kernels as paged_prefill, paged_decode and write_kv launch them for a model of this shape."""
+    group, pad = heads // kv_heads, triton.next_power_of_2(dim)
+    model = {"HEADS": heads, "KV_HEADS": kv_heads, "DIM": dim, "DIM_PAD": pad, "BLOCK_SIZE": BLOCK_SIZE}
+    data = "*" + dtype
+    qkv = {"q_ptr": data, "k_ptr": data, "v_ptr": data}
+    batch = {"table_ptr": "*i32", "starts_ptr": "*i32", "lens_ptr": "*i32", "table_width": "i32"}
+
+    def make(
+        name: str, kernel: Any, types: dict[str, str], constants: dict[str, int], tiles: Tiles
+    ) -> Variant:
+        return Variant(f"{name} D={dim} {dtype}", kernel, types, constants, tiles.options)
+
+    for window in (0, 512):
+        label = " window" if window else ""
+        tiles = prefill_tiles(pad, DTYPES[dtype], group)
+        constants = {"WINDOW": window, **model, "TILE_M": tiles.m, "TILE_N": tiles.n}
+        types = {
+            **qkv,
+            "out_ptr": data,
+            "lse_ptr": "*fp32",
+            **batch,
+            "query_tiles": "i32",
+            "scale_log2": "fp32",
+        }
+        yield make("prefill" + label, prefill_kernel, types, constants, tiles)
+        tiles = decode_tiles(pad, DTYPES[dtype], group)
+        constants = {"WINDOW": window, **model, "TILE_M": tiles.m, "TILE_N": tiles.n}
+        for part in {"*fp32", data}:  # several splits, and a single one that writes the result itself
+            types = {**qkv, "part_ptr": part, "part_lse_ptr": "*fp32", **batch, "splits": "i32"}
+            del types["starts_ptr"]
+            kind = " split" if part != data else " whole"
+            yield make(
+                "decode" + kind + label, decode_kernel, {**types, "scale_log2": "fp32"}, constants, tiles
+            )
+    types = {
+        "part_ptr": "*fp32",
+        "part_lse_ptr": "*fp32",
+        "out_ptr": data,
+        "lse_ptr": "*fp32",
+        "splits": "i32",
+    }
+    constants = {"DIM": dim, "DIM_PAD": pad, "MAX": MAX_SPLITS, "STEP": MERGE_STEP}
+    yield make("merge", merge_kernel, types, constants, MERGE_TILES)
+    types = {"k_ptr": data, "v_ptr": data, "k_cache_ptr": data, "v_cache_ptr": data, "slots_ptr": "*i64"}
+    width = kv_heads * dim
+    constants = {"WIDTH": width, "WIDTH_PAD": triton.next_power_of_2(width)}
+    yield make("kv_write", kv_write_kernel, types, constants, KV_WRITE_TILES)
+
+
+def compile_variant(variant: Variant, target: str) -> Cost:
+    """Compile for a target by name. Raises whatever Triton raises when it cannot."""
+    names = variant.kernel.arg_names
+    signature = {n: variant.types.get(n, "constexpr") for n in names}
+    missing = [n for n in names if n not in variant.types and n not in variant.constants]
+    if missing:
+        raise ValueError(f"{variant.name}: no type or value for {', '.join(missing)}")
+    # As in a launch: tensors start at multiples of 16 bytes, except the ones declared otherwise.
+    loose = variant.kernel.do_not_specialize_on_alignment
+    aligned = [i for i, n in enumerate(names) if signature[n].startswith("*") and n not in loose]
+    attrs = {(i,): [["tt.divisibility", 16]] for i in aligned}
+    source = ASTSource(variant.kernel, signature, variant.constants, attrs)
+    compiled = triton.compile(source, target=TARGETS[target], options=variant.options)
+    if target.startswith("hip"):
+        return _amd_cost(compiled.asm["amdgcn"], compiled.metadata.shared)
+    return _nvidia_cost(compiled.asm["cubin"], compiled.metadata.shared)
+
+
+def _nvidia_cost(cubin: bytes, shared: int) -> Cost:
+    """Triton carries NVIDIA's cuobjdump; spilled registers show up as stack or local memory."""
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(cubin)
+        file.flush()
+        command = [knobs.nvidia.cuobjdump.path, "--dump-resource-usage", file.name]
+        text = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    found = re.search(r"REG:(\d+) STACK:(\d+) SHARED:(\d+) LOCAL:(\d+)", text)
+    if not found:
+        raise RuntimeError(f"cuobjdump gave no resource usage: {text!r}")
+    registers, stack, static, local = map(int, found.groups())
+    return Cost(registers, stack + local, max(shared, static))
+
+
+def _amd_cost(assembly: str, shared: int) -> Cost:
+    """The assembly's metadata counts registers and spills (in registers of 4 bytes)."""
+
+    def field(name: str) -> int:
+        found = re.search(rf"\.{name}:\s*(\d+)", assembly)
+        if not found:
+            raise RuntimeError(f"no .{name} in the assembly's metadata")
+        return int(found[1])
+
+    spills = 4 * (field("vgpr_spill_count") + field("sgpr_spill_count"))
+    scratch = field("private_segment_fixed_size")
+    return Cost(field("vgpr_count"), max(spills, scratch), max(shared, field("group_segment_fixed_size")))
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(prog="python -m nano_oasis.kernels.compile_check", description=__doc__)
+    parser.add_argument("--target", nargs="+", choices=list(TARGETS), default=list(TARGETS))
+    parser.add_argument("--dim", nargs="+", type=int, default=list(DIMS))
+    parser.add_argument("--dtype", nargs="+", choices=list(DTYPES), default=["bf16", "fp16"])
+    parser.add_argument("--heads", type=int, default=32)
+    parser.add_argument("--kv-heads", type=int, default=8)
+    args = parser.parse_args(argv)
+    bad = 0
+    print(f"{'registers / spilled bytes / shared KiB':<38}" + "".join(f"{t:>16}" for t in args.target))
+    for dtype in args.dtype:
+        for dim in args.dim:
+            for variant in variants(dim, dtype, args.heads, args.kv_heads):
+                cells = []
+                for target in args.target:
+                    cost = compile_variant(variant, target)
+                    wrong = cost.spills > 0 or cost.shared > SHARED_LIMIT[target]
+                    bad += wrong
+                    mark = "!" if wrong else ""
+                    cells.append(f"{mark}{cost.registers}/{cost.spills}/{cost.shared / 1024:.1f}")
+                print(f"{variant.name:<38}" + "".join(f"{c:>16}" for c in cells), flush=True)
+    print(
+        "no spills, shared memory within limits" if not bad else f"{bad} entries marked ! spill or do not fit"
+    )
+    return 1 if bad else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
