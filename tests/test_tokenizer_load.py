@@ -108,6 +108,18 @@ def test_damaged_folders(tmp_path):
         (broken / name).write_text("[1, 2")
         with pytest.raises(TokenizerError, match=name):
             load_tokenizer(broken)
+    for name, value in (
+        ("tokenizer_config.json", {"add_bos_token": "yes"}),
+        ("tokenizer_config.json", {"eos_token": 3}),
+        ("tokenizer_config.json", {"chat_template": [{"name": "default"}]}),
+        ("generation_config.json", {"eos_token_id": ["</s>"]}),
+        ("config.json", {"eos_token_id": 1.5}),
+    ):
+        broken = write_bpe_folder(tmp_path / "wrong-types")
+        write_json(broken / name, value)
+        with pytest.raises(TokenizerError, match=rf"{name}: .*\$\.{next(iter(value))}"):
+            load_tokenizer(broken)
+        (broken / name).unlink()
     proto = trained_spm()
     for data in (proto[:-1], proto[:100], b"", b"not a model"):
         with pytest.raises(TokenizerError, match=r"tokenizer\.model"):
@@ -124,8 +136,9 @@ def test_damaged_folders(tmp_path):
         ({"merges": ["a z"]}, "merges does not fit the vocabulary"),
         ({"merges": ["a"]}, "merges does not fit the vocabulary"),
         ({"add_bos_token": "yes"}, "add_bos_token must be bool"),
-        ({"model": "llama"}, "scores must have 3 entries"),
-        ({"model": "llama", "scores": [0.0]}, "scores must have 3 entries"),
+        ({"model": "llama", "types": [3, 1, 1]}, "scores must have 3 entries"),
+        ({"model": "llama", "scores": [0.0], "types": [2, 1, 1]}, "scores must have 3 entries"),
+        ({"model": "llama", "scores": [0.0] * 3}, "unknown_token_id is missing"),
         ({"model": "llama", "scores": [0.0] * 3, "types": [2, 6, 1]}, "token_type marks 1 byte tokens"),
     ],
 )

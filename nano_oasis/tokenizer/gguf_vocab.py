@@ -174,6 +174,7 @@ def _sentencepiece(vocabulary: GGUFVocabulary) -> SentencePieceBackend:
     if unknown is None:
         raise vocabulary.error("unknown_token_id is missing, and no token is marked as unknown or control")
     types = [PieceType.CONTROL if t == PieceType.UNKNOWN else t for t in vocabulary.types]
+    types[unknown] = PieceType.CONTROL
     control = [AddedToken(i, vocabulary.tokens[i]) for i, t in enumerate(types) if t == PieceType.CONTROL]
     types[unknown] = PieceType.UNKNOWN
     scores = vocabulary.get("scores", list)
