@@ -10,7 +10,10 @@ from make_tokenizers import write_bpe_folder
 from nano_oasis import LLM, AsyncEngine, ConfigError, EngineDead, RequestError, SamplingParams
 
 OPTIONS = {"max_model_len": 256, "num_device_blocks": 200, "max_num_seqs": 16, "max_num_batched_tokens": 64}
-TEMPLATE = "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}{% if add_generation_prompt %}>{% endif %}"
+TEMPLATE = (
+    "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}"
+    "{% if add_generation_prompt %}>{% endif %}"
+)
 PROMPTS = ["The sun", "x = 1", "Hello there, general", "a", "once upon a time"]
 GREEDY = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)
 
