@@ -76,8 +76,10 @@ class LLM:
         conversations: list[Any] = [messages] if one else list(messages)
         jobs: list[tuple[str | None, list[int]]] = []
         for conversation in conversations:
-            options = {"add_generation_prompt": add_generation_prompt, "tools": tools}
-            jobs.append((None, self.tokenizer.encode_chat(conversation, **options)))
+            ids = self.tokenizer.encode_chat(
+                conversation, tools=tools, add_generation_prompt=add_generation_prompt
+            )
+            jobs.append((None, ids))
         return self._run(jobs, sampling_params, use_tqdm)
 
     def _run(

@@ -77,7 +77,9 @@ class OutputBuilder:
             out.logprobs = (out.logprobs or []) + [self._as_dict(x) for x in event.logprobs]
             out.cumulative_logprob = (out.cumulative_logprob or 0.0) + sum(x.logprob for x in event.logprobs)
         if event.prompt_logprobs is not None:
-            self.result.prompt_logprobs = [x and self._as_dict(x) for x in event.prompt_logprobs]
+            self.result.prompt_logprobs = [
+                None if x is None else self._as_dict(x) for x in event.prompt_logprobs
+            ]
         if event.finish_reason is not None:
             out.finish_reason, out.stop_reason = event.finish_reason, event.stop_reason
         self.result.num_cached_tokens = max(self.result.num_cached_tokens, event.num_cached_tokens)
