@@ -1,0 +1,149 @@
+"""The web application: its state, its routes, how bodies are read and how every error becomes JSON.
+
+Owns: content types, the body limit, HTTP status of failures, readiness.
+Must not know: how an endpoint builds its reply, or how the engine works.
+"""
+
+from __future__ import annotations
+
+import logging
+import re
+import time
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+import msgspec
+from aiohttp import web
+from aiohttp.typedefs import Handler
+
+from nano_oasis.openai_api import ApiError
+from nano_oasis.request import EngineDead, RequestError
+from nano_oasis.tokenizer import TemplateError
+
+if TYPE_CHECKING:
+    from nano_oasis.async_engine import AsyncEngine
+
+log = logging.getLogger(__name__)
+
+DEFAULT_MAX_BODY = 32 * 2**20
+
+# Why the engine takes no requests, by its health word; an engine that is only "stuck" may come back.
+_REFUSING = {
+    "loading": "the model is still loading",
+    "draining": "the server is shutting down",
+    "stopped": "the server is shutting down",
+    "dead": "the engine has died; restart the server",
+}
+
+
+@dataclass
+class ServerState:
+    """What all handlers share. `engine` is None until its code is imported; `loaded` once it is warm."""
+
+    engine: AsyncEngine | None = None
+    loaded: bool = False
+    draining: bool = False
+    max_body: int = DEFAULT_MAX_BODY
+    created: int = field(default_factory=lambda: int(time.time()))
+
+    def health(self) -> str:
+        """ok, stuck, loading, draining, stopped or dead."""
+        if self.draining:
+            return "draining"
+        if self.engine is None or (not self.loaded and self.engine.health() == "ok"):
+            return "loading"
+        return self.engine.health()
+
+    def ready_engine(self) -> AsyncEngine:
+        """The engine, if it takes requests. Raises ApiError(503)."""
+        health = self.health()
+        if health in _REFUSING or self.engine is None:
+            raise ApiError(503, _REFUSING[health], code=health)
+        return self.engine
+
+
+STATE = web.AppKey("state", ServerState)
+
+
+def make_app(state: ServerState) -> web.Application:
+    from nano_oasis.server.handlers import ROUTES
+
+    app = web.Application(middlewares=[_errors_as_json])
+    app[STATE] = state
+    app.add_routes(ROUTES)
+    return app
+
+
+def json_response(value: object, status: int = 200) -> web.Response:
+    return web.Response(body=msgspec.json.encode(value), status=status, content_type="application/json")
+
+
+def error_response(error: ApiError) -> web.Response:
+    response = web.Response(body=error.body(), status=error.status, content_type="application/json")
+    if error.status == 503:
+        response.headers["Retry-After"] = "1"
+    if error.code in ("draining", "stopped", "body_too_large"):
+        response.force_close()
+    return response
+
+
+@web.middleware
+async def _errors_as_json(request: web.Request, handler: Handler) -> web.StreamResponse:
+    try:
+        return await handler(request)
+    except web.HTTPException as error:
+        if error.status < 400:
+            raise
+        response = error_response(_http_error(request, error))
+        if "Allow" in error.headers:
+            response.headers["Allow"] = error.headers["Allow"]
+        return response
+    except ConnectionError:  # the client is gone: there is nobody to answer
+        raise
+    except Exception as error:
+        return error_response(as_api_error(error, request.app[STATE]))
+
+
+def as_api_error(error: Exception, state: ServerState) -> ApiError:
+    """Any failure of a call in the one error shape; what nobody foresaw is logged and becomes a 500."""
+    if isinstance(error, ApiError):
+        return error
+    if isinstance(error, RequestError):
+        return ApiError(400, str(error), error.param, "invalid_value")
+    if isinstance(error, TemplateError):
+        return ApiError(400, str(error), "messages", "template_error")
+    if isinstance(error, EngineDead) or state.draining:
+        health = state.health()
+        return ApiError(503, _REFUSING.get(health, str(error)), code=health)
+    log.error("a call failed", exc_info=error)
+    return ApiError(500, "internal error; the server's log has the details", code="internal_error")
+
+
+def _http_error(request: web.Request, error: web.HTTPException) -> ApiError:
+    where = f"{request.method} {request.path}"
+    if error.status == 404:
+        return ApiError(404, f"there is no route {where}", code="not_found")
+    if error.status == 405:
+        allowed = ", ".join(sorted(getattr(error, "allowed_methods", ())))
+        return ApiError(405, f"{where} is not allowed; use {allowed}", code="method_not_allowed")
+    return ApiError(error.status, f"{where}: {error.reason}", code="http_error")
+
+
+async def read_body(request: web.Request) -> bytes:
+    """The body of a JSON call. Raises ApiError 415 (not JSON) or 413 (over the limit, without reading on)."""
+    kind = request.headers.get("Content-Type", "").partition(";")[0].strip().lower()
+    if kind and not re.fullmatch(r"(application|text)/([\w.-]+\+)?json", kind):
+        message = f"the body must be JSON (Content-Type: application/json), got {kind!r}"
+        raise ApiError(415, message, code="unsupported_media_type")
+    limit = request.app[STATE].max_body
+    announced = request.content_length or 0
+    received = 0
+    parts: list[bytes] = []
+    while max(announced, received) <= limit:
+        part = await request.content.readany()
+        if not part:
+            return b"".join(parts)
+        received += len(part)
+        parts.append(part)
+    message = f"the body is larger than the limit of {limit} bytes (--max-body-size)"
+    raise ApiError(413, message, code="body_too_large")
