@@ -118,13 +118,13 @@ def dense(inputs: Inputs, window: int | None) -> tuple[Tensor, Tensor]:
     block_size, group = k_cache.shape[1], q.shape[1] // k_cache.shape[2]
     out, lse = torch.zeros_like(q), torch.full(q.shape[:2], -torch.inf, dtype=torch.float64)
     for r, (begin, end) in enumerate(itertools.pairwise(batch.query_list)):
-        table = batch.block_table[r].tolist()
+        table = batch.block_table[r].long().cpu()
         for token in range(begin, end):
             position = batch.context_list[r] - (end - token)
-            seen = range(max(0, position - window + 1) if window else 0, position + 1)
-            where = [(table[p // block_size], p % block_size) for p in seen]
-            k = torch.stack([k_cache[w] for w in where]).repeat_interleave(group, 1)  # [n, H, D]
-            v = torch.stack([v_cache[w] for w in where]).repeat_interleave(group, 1)
+            seen = torch.arange(max(0, position - window + 1) if window else 0, position + 1)
+            where = table[seen // block_size], seen % block_size
+            k = k_cache[where].repeat_interleave(group, 1)  # [n, H, D]
+            v = v_cache[where].repeat_interleave(group, 1)
             scores = torch.einsum("hd,nhd->hn", q[token], k) * SCALE
             out[token] = torch.einsum("hn,nhd->hd", scores.softmax(-1), v)
             lse[token] = scores.logsumexp(-1)

@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -54,25 +55,23 @@ def make_batch(
         starts.append(starts[-1] + count)
         if count == 1 and decodes == r:
             decodes += 1
-    queries = [count for _, _, count in rows]
     width = max((-(-n // block_size) for n in contexts), default=0)
-    table = torch.zeros(len(rows), width, dtype=torch.int32)
-    slots = torch.empty(starts[-1], dtype=torch.int64)
+    table = np.zeros((len(rows), width), np.int32)
+    slots = np.empty(starts[-1], np.int64)
     for r, (blocks, start, count) in enumerate(rows):
-        used = torch.tensor(blocks[: -(-contexts[r] // block_size)], dtype=torch.int32)
-        table[r, : len(used)] = used
-        position = torch.arange(start, start + count)
-        slots[starts[r] : starts[r + 1]] = (
-            used[position // block_size].long() * block_size + position % block_size
-        )
+        used = -(-contexts[r] // block_size)
+        table[r, :used] = blocks[:used]
+        position = np.arange(start, start + count)
+        slots[starts[r] : starts[r + 1]] = table[r, position // block_size] * np.int64(block_size)
+        slots[starts[r] : starts[r + 1]] += position % block_size
     return AttentionBatch(
-        block_table=table.to(device),
+        block_table=torch.from_numpy(table).to(device),
         context_lens=torch.tensor(contexts, dtype=torch.int32).to(device),
         query_starts=torch.tensor(starts, dtype=torch.int32).to(device),
-        slots=slots.to(device),
+        slots=torch.from_numpy(slots).to(device),
         num_decodes=decodes,
         context_list=contexts,
         query_list=starts,
         max_context=max(contexts, default=0),
-        max_query=max(queries, default=0),
+        max_query=max((count for _, _, count in rows), default=0),
     )

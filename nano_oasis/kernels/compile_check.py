@@ -46,6 +46,7 @@ SHARED_LIMIT = {"cuda:80": 166_912, "cuda:90": 232_448, "cuda:100": 232_448, "hi
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 DIMS = (64, 128, 256)
 BLOCK_SIZE = 16
+WINDOWS = (0, 512)  # without and with a sliding window
 
 
 @dataclass(frozen=True)
@@ -68,7 +69,9 @@ class Cost:
     shared: int
 
 
-def variants(dim: int, dtype: str, heads: int = 32, kv_heads: int = 8) -> Iterator[Variant]:
+def variants(
+    dim: int, dtype: str, heads: int = 32, kv_heads: int = 8, windows: Sequence[int] = WINDOWS
+) -> Iterator[Variant]:
     """The kernels as paged_prefill, paged_decode and write_kv launch them for a model of this shape."""
     group, pad = heads // kv_heads, triton.next_power_of_2(dim)
     model = {"HEADS": heads, "KV_HEADS": kv_heads, "DIM": dim, "DIM_PAD": pad, "BLOCK_SIZE": BLOCK_SIZE}
@@ -81,7 +84,7 @@ def variants(dim: int, dtype: str, heads: int = 32, kv_heads: int = 8) -> Iterat
     ) -> Variant:
         return Variant(f"{name} D={dim} {dtype}", kernel, types, constants, tiles.options)
 
-    for window in (0, 512):
+    for window in windows:
         label = " window" if window else ""
         tiles = prefill_tiles(pad, DTYPES[dtype], group)
         constants = {"WINDOW": window, **model, "TILE_M": tiles.m, "TILE_N": tiles.n}
@@ -171,12 +174,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--dtype", nargs="+", choices=list(DTYPES), default=["bf16", "fp16"])
     parser.add_argument("--heads", type=int, default=32)
     parser.add_argument("--kv-heads", type=int, default=8)
+    parser.add_argument("--window", nargs="+", type=int, default=list(WINDOWS), help="tokens; 0 = none")
     args = parser.parse_args(argv)
     bad = 0
     print(f"{'registers / spilled bytes / shared KiB':<38}" + "".join(f"{t:>16}" for t in args.target))
     for dtype in args.dtype:
         for dim in args.dim:
-            for variant in variants(dim, dtype, args.heads, args.kv_heads):
+            for variant in variants(dim, dtype, args.heads, args.kv_heads, args.window):
                 cells = []
                 for target in args.target:
                     cost = compile_variant(variant, target)

@@ -96,7 +96,7 @@ def prefill_tiles(dim_pad: int, dtype: torch.dtype, group: int) -> Tiles:
     elif dim_pad <= 64:
         tiles = Tiles(64, 64, warps=4, stages=2)
     else:
-        tiles = Tiles(128, 64, warps=8, stages=2) if dim_pad <= 128 else Tiles(64, 32, warps=8, stages=2)
+        tiles = Tiles(128 if dim_pad <= 128 else 64, 32, warps=8, stages=2)
     return dataclasses.replace(tiles, m=max(tiles.m, least))
 
 
