@@ -17,7 +17,9 @@ import torch
 from nano_oasis.async_engine import AsyncEngine
 from nano_oasis.config import EngineConfig, EngineInfo, ModelConfig, RopeConfig
 from nano_oasis.engine import Engine
+from nano_oasis.kernels.dispatch import select_kernels
 from nano_oasis.memory.blocks import BlockManager
+from nano_oasis.memory.dense_kv import DenseKV
 from nano_oasis.memory.kv_cache import KVCache
 from nano_oasis.metrics import Metrics
 from nano_oasis.runner import Runner
@@ -104,7 +106,8 @@ class ByteModel:
             self._forced[state] = token
             state = _next_state(state, token)
 
-    def forward(self, token_ids: Any, positions: Any, cache: KVCache, batch: Any) -> torch.Tensor:
+    def forward(self, token_ids: Any, positions: Any, kv: Any) -> torch.Tensor:
+        cache, batch = kv.cache, kv.batch
         if self.delay:
             time.sleep(self.delay)
         while self.stalled.is_set():
@@ -169,7 +172,7 @@ class FakeEngine(AsyncEngine):
         name = c.served_model_name or "fake"
         manager = BlockManager(blocks, c.block_size, c.enable_prefix_caching)
         return Engine(
-            Runner(self.model, cache, Sampler(ByteTokenizer.vocab_size)),
+            Runner(self.model, DenseKV(cache, select_kernels("cpu")), Sampler(ByteTokenizer.vocab_size)),
             Scheduler(manager, c.max_num_seqs, c.max_num_batched_tokens),
             ByteTokenizer(),  # type: ignore[arg-type]
             MODEL,

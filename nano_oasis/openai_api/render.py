@@ -9,11 +9,13 @@ from __future__ import annotations
 import time
 import uuid
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from nano_oasis.openai_api.parse import Call
 from nano_oasis.request import TokenEvent, TokenLogprob
-from nano_oasis.tokenizer import IncrementalDecoder, Tokenizer
+
+if TYPE_CHECKING:
+    from nano_oasis.tokenizer import IncrementalDecoder, Tokenizer
 
 LOGPROB_FLOOR = -9999.0  # written for impossible tokens: JSON has no -Infinity
 
@@ -240,7 +242,7 @@ class CompletionReply(Reply):
         if index not in self._offsets:
             prompt = index // self.call.params.n
             skip = self.call.params.skip_special_tokens
-            decoder = IncrementalDecoder(self.tokenizer, self.prompts[prompt], skip_special_tokens=skip)
+            decoder = _decoder(self.tokenizer, self.prompts[prompt], skip)
             self._offsets[index] = _Offsets(decoder, len(self._texts[prompt]) if self.call.echo else 0)
         return self._offsets[index]
 
@@ -281,9 +283,16 @@ class _Offsets:
         return result
 
 
+def _decoder(tokenizer: Tokenizer, prompt: Sequence[int], skip_special: bool) -> IncrementalDecoder:
+    # Imported late: the tokenizer package brings torch in, and the server answers before that is loaded.
+    from nano_oasis.tokenizer import IncrementalDecoder
+
+    return IncrementalDecoder(tokenizer, prompt, skip_special_tokens=skip_special)
+
+
 def _prompt_offsets(tokenizer: Tokenizer, ids: Sequence[int], text: str) -> list[int]:
     """Offsets of prompt tokens in `text`. Special tokens that the text does not show have no width."""
-    decoder = IncrementalDecoder(tokenizer, [], skip_special_tokens=False)
+    decoder = _decoder(tokenizer, [], skip_special=False)
     at, result = 0, []
     for token in ids:
         result.append(at)

@@ -18,7 +18,6 @@ from aiohttp.typedefs import Handler
 
 from nano_oasis.openai_api import ApiError
 from nano_oasis.request import EngineDead, RequestError
-from nano_oasis.tokenizer import TemplateError
 
 if TYPE_CHECKING:
     from nano_oasis.async_engine import AsyncEngine
@@ -108,10 +107,8 @@ def as_api_error(error: Exception, state: ServerState) -> ApiError:
     """Any failure of a call in the one error shape; what nobody foresaw is logged and becomes a 500."""
     if isinstance(error, ApiError):
         return error
-    if isinstance(error, RequestError):
+    if isinstance(error, RequestError):  # also the refusal of a chat template
         return ApiError(400, str(error), error.param, "invalid_value")
-    if isinstance(error, TemplateError):
-        return ApiError(400, str(error), "messages", "template_error")
     if isinstance(error, EngineDead) or state.draining:
         health = state.health()
         return ApiError(503, _REFUSING.get(health, str(error)), code=health)
