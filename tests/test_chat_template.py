@@ -76,8 +76,8 @@ GOLDEN = {
     ),
     "generation tag": (
         "{% for m in messages %}{% if m.role == 'assistant' %}\n  {% generation %}\n"
-        "{% set y = 1 %}{{ m.content }}\n  {% endgeneration %}\n{% else %}"
-        "{{ m.content }}{{ y is defined }}{% endif %}{% endfor %}",
+        "{% set y = 1 %}{{ m.content }}\n  {% endgeneration %}\n{{ y is defined }}"
+        "{% else %}{{ m.content }}{% endif %}{% endfor %}",
         CHAT,
         {},
     ),
