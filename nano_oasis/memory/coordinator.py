@@ -1,0 +1,290 @@
+"""The prefetch coordinator: brings blocks into their slots while the current step computes.
+
+Owns: its event loop, the hand-over of tickets to the link, what waiting and copying cost, the admission cap.
+Must not know: torch, why a block is wanted, which slots are free, or what is done with a block that arrived.
+
+    step thread                        event loop                         link
+    submit ──> book (bounded) ──> lane: earliest deadline first ──> copy of one layer's batch
+    completed <── book <───────── one by one if the batch failed <── done or failed
+"""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import logging
+import math
+import threading
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from nano_oasis.memory.clock import Clock, RealClock
+from nano_oasis.memory.link import Link
+from nano_oasis.memory.tickets import Deadline, State, Ticket, TicketBook
+
+log = logging.getLogger(__name__)
+
+
+@dataclass
+class PrefetchStats:
+    """Counts since start, in tickets unless the name says otherwise."""
+
+    submitted: int = 0
+    refused: int = 0  # by the bounds; they were never part of `submitted`
+    enqueued: int = 0
+    completed: int = 0
+    failed: int = 0
+    cancelled: int = 0
+    late: int = 0  # completed after the step thread had reached their deadline
+    bytes: int = 0  # of completed tickets
+    exposed_s: float = 0.0  # the step thread stood still for so long in wait()
+    bandwidth: float = 0.0  # bytes per second while the link is busy, over the last 50 batches or so
+
+
+def admission_cap(
+    step_s: float, bandwidth: float, bytes_per_block: int, layers: int, rows: int, headroom: float = 0.3
+) -> int:
+    """Blocks that each row may fetch per layer and step without the step ever waiting for the link.
+
+    step_s: a step's seconds; bandwidth: measured bytes per second; bytes_per_block: keys and values of one
+    block in one layer. The share `headroom` of the link is left for repairs and for copies that run late.
+    0 means that the link cannot bring every row a block: ask again with rows=1 and share the result out.
+    """
+    if bytes_per_block < 1 or layers < 1 or rows < 1 or not 0 <= headroom < 1:
+        raise ValueError(
+            f"bytes_per_block {bytes_per_block}, layers {layers} and rows {rows} must be at least 1, "
+            f"headroom {headroom} from 0 to below 1"
+        )
+    budget = (1 - headroom) * max(step_s, 0.0) * max(bandwidth, 0.0)
+    return math.floor(budget / (bytes_per_block * layers * rows))
+
+
+class PrefetchCoordinator:
+    """All methods may be called from any thread, and only wait(), stop() and nothing else blocks.
+
+    max_tickets, max_bytes: bounds on what is submitted and not collected; batch_bytes: of one copy, so that
+    an urgent ticket never stands behind a long one; expected_bandwidth: bytes per second until measured.
+    """
+
+    def __init__(
+        self,
+        link: Link,
+        *,
+        max_tickets: int = 4096,
+        max_bytes: int = 256 << 20,
+        batch_bytes: int = 4 << 20,
+        expected_bandwidth: float = 1e9,
+        clock: Clock | None = None,
+    ) -> None:
+        self._link = link
+        self._clock = clock or RealClock()
+        self._book = TicketBook(max_tickets, max_bytes)
+        self._batch_bytes = batch_bytes
+        self._stats = PrefetchStats()
+        self._meter = _Meter(expected_bandwidth)
+        self._reached: Deadline = (-1, -1)
+        self._state = "not started"  # -> running -> stopped, or dead
+        self._changed = threading.Condition()  # guards everything above
+        self._work = asyncio.Event()
+        self._idle = False  # some lane found nothing to do and must be woken
+
+    # --- life ---------------------------------------------------------------------------------
+    def start(self) -> None:
+        with self._changed:
+            if self._state != "not started":
+                raise RuntimeError(f"the prefetch coordinator is {self._state} and cannot be started")
+            self._state = "running"
+        self._clock.start(self._main, self._ended)
+
+    def stop(self, timeout_s: float = 10.0) -> None:
+        """Cancel what waits, await what is under way, end the loop. All tickets come back by completed().
+
+        A copy that takes longer than `timeout_s` is given up as failed.
+        """
+        with self._changed:
+            if self._state != "running":
+                return
+            self._state = "stopped"
+            self._cancel(None, "the prefetch coordinator was stopped")
+        self._clock.call_soon(self._work.set)
+        if not self._clock.join(timeout_s):
+            self._clock.call_soon(self._give_up)
+            self._clock.join(timeout_s)
+
+    # --- the step thread's side ---------------------------------------------------------------
+    def submit(self, tickets: Sequence[Ticket]) -> list[Ticket]:
+        """Start fetching; returns those refused because the bounds are reached (least urgent, still NEW).
+
+        The rest come back by completed(), each exactly once. Raises ValueError for a ticket that is wrong
+        in itself (see TicketBook.submit), RuntimeError if the coordinator does not run.
+        """
+        if not tickets:
+            return []
+        fence = self._link.fence()
+        with self._changed:
+            if self._state != "running":
+                raise RuntimeError(f"the prefetch coordinator is {self._state} and takes no tickets")
+            refused = self._book.submit(tickets)
+            for ticket in tickets:
+                ticket.fence = fence if ticket.state is State.WAITING else None
+            self._stats.submitted += len(tickets) - len(refused)
+            self._stats.refused += len(refused)
+            wake, self._idle = self._idle, False
+        if wake:
+            self._clock.call_soon(self._work.set)
+        return refused
+
+    def completed(self) -> list[Ticket]:
+        """Tickets that ended since the last call: publish the slot of a `completed` one, free the others."""
+        with self._changed:
+            return self._book.collect()
+
+    def wait(self, tickets: Sequence[Ticket], timeout_s: float) -> float:
+        """Block until these have finished or the time is up; returns the seconds that took.
+
+        They are served before all others. Raises ValueError for a ticket that was never accepted.
+        """
+        with self._changed:
+            pending = [t for t in tickets if not t.finished]
+            for ticket in pending:
+                if ticket.state is State.NEW:
+                    raise ValueError(f"{ticket} was not accepted by submit(): nothing will ever finish it")
+            self._book.promote(pending)
+        if not pending:
+            return 0.0
+        start = self._clock.now()
+        self._clock.wait_for(self._changed, lambda: all(t.finished for t in pending), timeout_s)
+        exposed = self._clock.now() - start
+        with self._changed:
+            self._stats.exposed_s += exposed
+        return exposed
+
+    def cancel(self, request_id: int) -> None:
+        """End a request's tickets that the link does not have yet. The others end normally."""
+        with self._changed:
+            self._cancel(request_id, f"request {request_id} was cancelled")
+
+    def reached(self, step: int, layer: int) -> None:
+        """The step thread is at this layer: tickets due by now that complete later are late."""
+        self._reached = (step, layer)
+
+    def in_flight(self, request_id: int | None = None) -> int:
+        """Tickets submitted and not yet returned by completed(); while there are any, slots are in use."""
+        with self._changed:
+            return self._book.in_flight(request_id)
+
+    @property
+    def bytes_in_flight(self) -> int:
+        with self._changed:
+            return self._book.num_bytes
+
+    @property
+    def stats(self) -> PrefetchStats:
+        """A copy, consistent in itself."""
+        with self._changed:
+            return dataclasses.replace(self._stats, bandwidth=self._meter.bandwidth)
+
+    def _cancel(self, request_id: int | None, why: str) -> None:
+        self._stats.cancelled += len(self._book.cancel(request_id, why))
+        self._clock.notify(self._changed)
+
+    # --- the event loop's side ----------------------------------------------------------------
+    async def _main(self) -> None:
+        self._lanes = [asyncio.create_task(self._lane()) for _ in range(self._link.lanes)]
+        try:
+            await asyncio.gather(*self._lanes)
+        except asyncio.CancelledError:
+            log.error("the prefetch link did not end in time; its tickets are given up")
+        except Exception:
+            log.exception("the prefetch coordinator died")
+
+    async def _lane(self) -> None:
+        while True:
+            self._work.clear()
+            with self._changed:
+                batch = self._book.take(self._batch_bytes)
+                self._stats.enqueued += len(batch)
+                self._idle = not batch
+                if not batch and self._state != "running":
+                    return
+            if batch:
+                await self._copy(batch)
+            else:
+                await self._work.wait()
+
+    async def _copy(self, batch: list[Ticket]) -> None:
+        """One batch through the link. If it fails, its tickets are tried alone: only the broken ones fail."""
+        with self._changed:
+            self._meter.begin(self._clock.now())
+        error: str | None = "given up: the coordinator was stopped before the link was done"
+        try:
+            await self._link.copy(batch[0].layer, batch)
+            error = None
+        except Exception as failure:
+            error = f"{type(failure).__name__}: {failure}"
+            log.warning("a copy of %d blocks of layer %d failed: %s", len(batch), batch[0].layer, error)
+            if len(batch) > 1:
+                batch, alone = [], batch
+                for ticket in alone:
+                    await self._copy([ticket])
+        finally:
+            self._finish(batch, error)
+
+    def _finish(self, batch: list[Ticket], error: str | None) -> None:
+        with self._changed:
+            self._book.finish(batch, error)
+            if error:
+                self._stats.failed += len(batch)
+            else:
+                size = sum(t.nbytes for t in batch)
+                self._stats.completed += len(batch)
+                self._stats.late += sum(t.deadline <= self._reached for t in batch)
+                self._stats.bytes += size
+            self._meter.end(self._clock.now(), 0 if error else size)
+            self._clock.notify(self._changed)
+
+    def _give_up(self) -> None:
+        for lane in self._lanes:
+            lane.cancel()
+
+    def _ended(self) -> None:
+        """The loop is over, by stop() or by accident: nobody may wait for it any more."""
+        self._link.close()  # nothing writes after this
+        with self._changed:
+            if self._state == "running":
+                self._state = "dead"
+            self._cancel(None, f"the prefetch coordinator is {self._state}")
+            left = self._book.enqueued()
+            self._book.finish(left, f"the prefetch coordinator is {self._state}")
+            self._stats.failed += len(left)
+            self._clock.notify(self._changed)
+
+
+class _Meter:
+    """Bandwidth while busy: decayed bytes over decayed seconds with at least one copy under way."""
+
+    def __init__(self, expected: float) -> None:
+        self._expected = expected
+        self._seconds = 0.0
+        self._bytes = 0.0
+        self._active = 0
+        self._mark = 0.0
+
+    def begin(self, now: float) -> None:
+        self._count(now, 0)
+        self._active += 1
+
+    def end(self, now: float, size: int) -> None:
+        self._count(now, size)
+        self._active -= 1
+
+    def _count(self, now: float, size: int) -> None:
+        if self._active:
+            decay = 0.98 if size else 1.0
+            self._seconds = self._seconds * decay + now - self._mark
+            self._bytes = self._bytes * decay + size
+        self._mark = now
+
+    @property
+    def bandwidth(self) -> float:
+        return self._bytes / self._seconds if self._bytes and self._seconds else self._expected

@@ -1,0 +1,178 @@
+"""Links: what carries KV blocks from the host tier into device slots.
+
+Owns: the copy of one batch, for real or through a simulated wire with a seeded temper.
+Must not know: which tickets come next, who waits for them, or what is published.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from nano_oasis.memory.tickets import Ticket
+
+Move = Callable[[int, Sequence[Ticket]], None]
+
+
+class LinkError(Exception):
+    """A copy that did not happen. Its slots may hold anything."""
+
+
+class Link(Protocol):
+    """Moves batches, up to `lanes` at once. All methods but `fence` run on the coordinator's event loop."""
+
+    lanes: int
+
+    def fence(self) -> Any:
+        """Called on the step thread at submit: what must be done before the slots may be written.
+
+        The slots were taken from other blocks, and work already queued on the device may still read those.
+        """
+
+    async def copy(self, layer: int, tickets: Sequence[Ticket]) -> None:
+        """Returns when every slot holds its block. Raises if any may not: then none can be trusted.
+
+        Once called it must not be assumed to have stopped before it has returned or raised.
+        """
+
+    def close(self) -> None:
+        """Returns when nothing is being written any more."""
+
+
+class HostBlocks(Protocol):
+    """The part of the host tier that a link needs."""
+
+    def load_into(
+        self,
+        layer: int,
+        blocks: Tensor,
+        slots: Tensor,
+        slot_keys: Tensor,
+        slot_values: Tensor,
+        heads: slice | None = None,
+    ) -> None: ...
+
+
+class BlockMover:
+    """The copy itself: host blocks of one layer into slots [S, B, Hg, D] of keys and of values."""
+
+    def __init__(
+        self, host: HostBlocks, slot_keys: Tensor, slot_values: Tensor, head_groups: int = 1
+    ) -> None:
+        self.host, self.keys, self.values, self.head_groups = host, slot_keys, slot_values, head_groups
+
+    def __call__(self, layer: int, tickets: Sequence[Ticket]) -> None:
+        """One load_into per head group present. The index tensors are fresh: nobody rewrites them."""
+        groups: dict[int, list[Ticket]] = {}
+        for ticket in tickets:
+            groups.setdefault(ticket.group, []).append(ticket)
+        with torch.inference_mode():  # per thread, and this may be a worker's
+            for group, members in groups.items():
+                blocks = torch.tensor([t.host_block for t in members])  # [n] int64
+                slots = torch.tensor([t.slot for t in members])  # [n] int64
+                size = self.keys.shape[2]
+                heads = slice(group * size, (group + 1) * size) if self.head_groups > 1 else None
+                self.host.load_into(layer, blocks, slots, self.keys, self.values, heads)
+
+    def spoil(self, tickets: Sequence[Ticket]) -> None:
+        """Leave the slots as an interrupted copy might: half of them overwritten with noise."""
+        with torch.inference_mode():
+            for ticket in tickets:
+                self.keys[ticket.slot].fill_(-77)
+
+
+class MemcpyLink:
+    """Copies on worker threads, so that the event loop stays free; torch lets go of the GIL while copying.
+
+    With slots on a CUDA device the copies run on a stream of their own: it waits for the fences of its
+    tickets before it writes, and the worker waits for the stream before it reports.
+    """
+
+    def __init__(self, move: BlockMover, lanes: int = 1) -> None:
+        if lanes < 1:
+            raise ValueError(f"lanes must be at least 1, got {lanes}")
+        self.lanes = lanes
+        self._move = move
+        self._device = move.keys.device
+        self._stream = torch.cuda.Stream(self._device) if self._device.type == "cuda" else None
+        self._workers = ThreadPoolExecutor(lanes, thread_name_prefix="nano-oasis-copy")
+
+    def fence(self) -> Any:
+        return None if self._stream is None else torch.cuda.current_stream(self._device).record_event()
+
+    async def copy(self, layer: int, tickets: Sequence[Ticket]) -> None:
+        work = self._move if self._stream is None else self._move_on_stream
+        await asyncio.get_running_loop().run_in_executor(self._workers, work, layer, tickets)
+
+    def _move_on_stream(self, layer: int, tickets: Sequence[Ticket]) -> None:
+        assert self._stream is not None
+        with torch.cuda.stream(self._stream):
+            for fence in {id(t.fence): t.fence for t in tickets}.values():
+                self._stream.wait_event(fence)
+            self._move(layer, tickets)
+            done = self._stream.record_event()
+        done.synchronize()
+
+    def close(self) -> None:
+        self._workers.shutdown(wait=True)
+
+
+class SimulatedLink:
+    """A wire with a bandwidth and a temper. It moves the same bytes, at the moment a copy ends.
+
+    Copies share the wire and queue for it in the order they come. `latency_s` is added to each copy but
+    does not occupy the wire. With probability `delay_rate` a copy takes up to `delay_s` longer, so with two
+    or more lanes copies overtake each other; with probability `failure_rate` it fails, leaving its slots
+    spoiled, and so does every copy with a host block of `broken`. Time is the event loop's: real, or
+    virtual (clock.py), and then a run repeats exactly for the same seed.
+    """
+
+    def __init__(
+        self,
+        move: BlockMover | None = None,
+        *,
+        bandwidth: float,
+        latency_s: float = 0.0,
+        lanes: int = 1,
+        delay_rate: float = 0.0,
+        delay_s: float = 0.0,
+        failure_rate: float = 0.0,
+        seed: int = 0,
+    ) -> None:
+        if lanes < 1 or bandwidth <= 0:
+            raise ValueError(f"lanes must be at least 1 and bandwidth above 0, got {lanes} and {bandwidth}")
+        self.lanes, self.bandwidth, self.latency_s = lanes, bandwidth, latency_s
+        self.delay_rate, self.delay_s, self.failure_rate = delay_rate, delay_s, failure_rate
+        self.broken: set[int] = set()
+        self.busy_s = 0.0  # the wire's, in all
+        self._move = move
+        self._free_at = 0.0
+        self._random = random.Random(seed)
+
+    def fence(self) -> Any:
+        return None
+
+    async def copy(self, layer: int, tickets: Sequence[Ticket]) -> None:
+        now = asyncio.get_running_loop().time()
+        on_wire = sum(t.nbytes for t in tickets) / self.bandwidth
+        self._free_at = max(now, self._free_at) + on_wire
+        self.busy_s += on_wire
+        late = self._random.uniform(0, self.delay_s) if self._random.random() < self.delay_rate else 0.0
+        fails = self._random.random() < self.failure_rate
+        await asyncio.sleep(self._free_at - now + self.latency_s + late)
+        broken = [t.host_block for t in tickets if t.host_block in self.broken]
+        if fails or broken:
+            if self._move:
+                self._move.spoil(tickets)
+            raise LinkError(f"simulated failure, layer {layer}, broken host blocks {broken}")
+        if self._move:
+            self._move(layer, tickets)
+
+    def close(self) -> None:
+        pass

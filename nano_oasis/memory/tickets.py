@@ -1,0 +1,225 @@
+"""Tickets: promises to bring one block of KV from the host tier into a device slot, and their life.
+
+Owns: the states of a ticket, the bounded book of all outstanding tickets, and the order they are served in.
+Must not know: torch, threads, how bytes move, or why a block is wanted.
+
+                            refused: stays NEW
+    NEW ── submit ──> WAITING ── take ──> ENQUEUED ── finish ──> COMPLETED | FAILED
+                         └──── cancel ──────────────────────────> CANCELLED
+                                                                     └── collect: leaves the book, once
+"""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+Key = tuple[int, int, int, int, int]
+Deadline = tuple[int, int]
+URGENT: Deadline = (-1, -1)  # sorts before every real deadline
+
+
+class State(enum.Enum):
+    NEW = "new"
+    WAITING = "waiting"  # may still be cancelled
+    ENQUEUED = "enqueued"  # the link has it: source and slot are in use, it ends by itself
+    COMPLETED = "completed"  # the slot holds the block and may be published
+    FAILED = "failed"  # the slot may hold anything and must not be read
+    CANCELLED = "cancelled"  # the slot was never touched
+
+
+@dataclass(slots=True, eq=False)
+class Ticket:
+    """One block for one (layer, head group): host block `host_block` into device slot `slot`.
+
+    From submit until the ticket comes back the host block must not change and the slot belongs to the
+    ticket: nobody reads it, nobody reuses it. `step` and `layer` are the deadline: the copy should be done
+    when that step reaches that layer. `priority` is the attention mass the block is expected to receive.
+    """
+
+    request_id: int
+    generation: int  # of the request: rises when it is preempted, so that old tickets are recognised
+    layer: int
+    group: int  # head group within the layer
+    position: int  # the block's place in the request's context
+    host_block: int
+    slot: int
+    nbytes: int  # keys and values together
+    step: int
+    priority: float = 0.0
+    state: State = State.NEW
+    error: str | None = None  # why it is FAILED or CANCELLED
+    fence: Any = None  # what the device must have done before the slot may be written; see link.py
+
+    @property
+    def key(self) -> Key:
+        return self.request_id, self.generation, self.layer, self.group, self.position
+
+    @property
+    def deadline(self) -> Deadline:
+        return self.step, self.layer
+
+    @property
+    def enqueued(self) -> bool:
+        """The link has accepted it (and may be done with it)."""
+        return self.state in (State.ENQUEUED, State.COMPLETED, State.FAILED)
+
+    @property
+    def completed(self) -> bool:
+        """The slot holds the block's bytes."""
+        return self.state is State.COMPLETED
+
+    @property
+    def finished(self) -> bool:
+        """Nothing will touch source or slot any more."""
+        return self.state in (State.COMPLETED, State.FAILED, State.CANCELLED)
+
+
+@dataclass
+class TicketBook:
+    """All tickets between submit and collect, at most `max_tickets` and `max_bytes` of them.
+
+    A ticket counts until it is collected, not until it is finished: while a request has any, its slots
+    are not its owner's to reuse. Not thread-safe.
+    """
+
+    max_tickets: int
+    max_bytes: int
+    num_bytes: int = field(init=False, default=0)
+    _by_key: dict[Key, Ticket] = field(init=False, default_factory=dict)
+    _by_slot: dict[int, Ticket] = field(init=False, default_factory=dict)
+    _by_request: dict[int, dict[Key, Ticket]] = field(init=False, default_factory=dict)
+    # WAITING tickets by deadline. All of a bucket are of one layer, except in the urgent one.
+    _waiting: dict[Deadline, dict[Key, Ticket]] = field(init=False, default_factory=dict)
+    _finished: list[Ticket] = field(init=False, default_factory=list)
+
+    def __post_init__(self) -> None:
+        if self.max_tickets < 1 or self.max_bytes < 1:
+            raise ValueError(
+                f"the ticket book must hold something: max_tickets {self.max_tickets}, max_bytes "
+                f"{self.max_bytes}; both must be at least 1"
+            )
+
+    def __len__(self) -> int:
+        return len(self._by_key)
+
+    def in_flight(self, request_id: int | None = None) -> int:
+        """Tickets submitted and not collected, of one request or of all."""
+        return len(self._by_key if request_id is None else self._by_request.get(request_id, ()))
+
+    # --- into the book ------------------------------------------------------------------------
+    def submit(self, tickets: Sequence[Ticket]) -> list[Ticket]:
+        """Take in what the bounds allow, most urgent first; returns the rest, still NEW.
+
+        Raises ValueError, changing nothing, for a ticket that is not new, is too large to ever fit, or
+        names a key or slot that an outstanding ticket names already.
+        """
+        self._check(tickets)
+        refused = []
+        for ticket in sorted(tickets, key=_urgency):
+            if len(self) >= self.max_tickets or self.num_bytes + ticket.nbytes > self.max_bytes:
+                refused.append(ticket)
+                continue
+            key = ticket.key
+            self._by_key[key] = self._by_slot[ticket.slot] = ticket
+            self._by_request.setdefault(ticket.request_id, {})[key] = ticket
+            self._waiting.setdefault(ticket.deadline, {})[key] = ticket
+            self.num_bytes += ticket.nbytes
+            ticket.state = State.WAITING
+        return refused
+
+    def _check(self, tickets: Sequence[Ticket]) -> None:
+        keys: set[Key] = set()
+        slots: set[int] = set()
+        for t in tickets:
+            if t.state is not State.NEW:
+                raise ValueError(f"{t} was submitted before; make a new ticket")
+            if not 0 < t.nbytes <= self.max_bytes:
+                raise ValueError(f"{t} can never be taken: nbytes must be 1 to max_bytes ({self.max_bytes})")
+            if t.key in self._by_key or t.key in keys:
+                raise ValueError(f"{t}: this block is already on its way; wait for that ticket")
+            if t.slot in self._by_slot or t.slot in slots:
+                raise ValueError(f"{t}: slot {t.slot} is the destination of another outstanding ticket")
+            keys.add(t.key)
+            slots.add(t.slot)
+
+    # --- towards the link ---------------------------------------------------------------------
+    def take(self, max_bytes: int) -> list[Ticket]:
+        """The next batch for the link, now ENQUEUED: one layer's, earliest deadline, highest priority.
+
+        At most `max_bytes`, but at least one ticket; empty if none is waiting.
+        """
+        if not self._waiting:
+            return []
+        deadline = min(self._waiting)
+        bucket = self._waiting[deadline]
+        order = sorted(bucket.values(), key=_urgency)
+        batch: list[Ticket] = []
+        total = 0
+        for ticket in order:
+            if ticket.layer != order[0].layer:
+                continue
+            total += ticket.nbytes
+            if batch and total > max_bytes:
+                break
+            batch.append(ticket)
+        for ticket in batch:
+            del bucket[ticket.key]
+            ticket.state = State.ENQUEUED
+        if not bucket:
+            del self._waiting[deadline]
+        return batch
+
+    def promote(self, tickets: Iterable[Ticket]) -> None:
+        """Serve these next: somebody is standing still until they are there."""
+        for ticket in tickets:
+            if ticket.state is State.WAITING and ticket.key not in self._waiting.get(URGENT, ()):
+                self._unqueue(ticket)
+                self._waiting.setdefault(URGENT, {})[ticket.key] = ticket
+
+    def _unqueue(self, ticket: Ticket) -> None:
+        for deadline in (ticket.deadline, URGENT):
+            bucket = self._waiting.get(deadline, {})
+            if bucket.pop(ticket.key, None) and not bucket:
+                del self._waiting[deadline]
+
+    # --- out of the book ----------------------------------------------------------------------
+    def finish(self, tickets: Iterable[Ticket], error: str | None = None) -> None:
+        """The link is done with these ENQUEUED tickets: COMPLETED, or FAILED with `error`."""
+        for ticket in tickets:
+            if ticket.state is not State.ENQUEUED:
+                raise AssertionError(f"{ticket} is {ticket.state.value}, only enqueued tickets can finish")
+            ticket.state, ticket.error = (State.FAILED, error) if error else (State.COMPLETED, None)
+            self._finished.append(ticket)
+
+    def cancel(self, request_id: int | None, why: str) -> list[Ticket]:
+        """End the WAITING tickets of a request (None = of all); those ENQUEUED go on. Returns the ended."""
+        of = self._by_key if request_id is None else self._by_request.get(request_id, {})
+        ended = [t for t in of.values() if t.state is State.WAITING]
+        for ticket in ended:
+            self._unqueue(ticket)
+            ticket.state, ticket.error = State.CANCELLED, why
+        self._finished += ended
+        return ended
+
+    def enqueued(self) -> list[Ticket]:
+        """Those the link has now."""
+        return [t for t in self._by_key.values() if t.state is State.ENQUEUED]
+
+    def collect(self) -> list[Ticket]:
+        """Finished tickets not yet handed out, oldest first; they leave the book."""
+        finished, self._finished = self._finished, []
+        for ticket in finished:
+            del self._by_key[ticket.key], self._by_slot[ticket.slot]
+            of = self._by_request[ticket.request_id]
+            del of[ticket.key]
+            if not of:
+                del self._by_request[ticket.request_id]
+            self.num_bytes -= ticket.nbytes
+        return finished
+
+
+def _urgency(ticket: Ticket) -> tuple[int, int, float]:
+    return ticket.step, ticket.layer, -ticket.priority
