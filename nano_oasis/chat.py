@@ -188,7 +188,7 @@ class Chat:
                 except KeyboardInterrupt:
                     self.console.print("\n(stopped)", style="dim")
                 except ChatError as error:
-                    self.console.print(f"error: {error}", style="red", markup=False, highlight=False)
+                    self.console.print(f"error: {error}", style="red", markup=False, soft_wrap=True)
 
     def command(self, line: str) -> None:
         name, _, text = line.partition(" ")
@@ -200,7 +200,7 @@ class Chat:
             self.conversation.turns = []
             self.console.print("(system prompt set)" if text.strip() else "(no system prompt)", style="dim")
         elif name == "/help":
-            self.console.print(HELP, style="dim", markup=False, highlight=False)
+            self.console.print(HELP, style="dim", markup=False)
         else:
             self.console.print(f"no command {name}; there are:\n{HELP}", style="red", markup=False)
 
