@@ -60,7 +60,7 @@ def main() -> None:
     with LLM(args.model, dtype=args.dtype) as llm:
         model, engine = llm.engine.model_config, llm.engine
         weights = engine.runner.model.weight_bytes
-        size = engine.runner.cache.keys.element_size()
+        size = engine.runner.kv.cache.keys.element_size()
         context = args.prompt_tokens + args.new_tokens // 2
         print(
             f"read bandwidth {bandwidth / 1e9:.1f} GB/s, weights {weights / 1e6:.0f} MB, {engine.info.dtype}"

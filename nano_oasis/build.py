@@ -16,6 +16,7 @@ from nano_oasis.config import ConfigError, EngineConfig, EngineInfo, ModelConfig
 from nano_oasis.engine import Deliver, Engine, call_sinks
 from nano_oasis.kernels.dispatch import select_kernels
 from nano_oasis.memory.blocks import BlockManager
+from nano_oasis.memory.dense_kv import DenseKV
 from nano_oasis.memory.kv_cache import KVCache
 from nano_oasis.metrics import Metrics
 from nano_oasis.model import Model
@@ -53,8 +54,7 @@ def build_engine(
         path, _dtype(config, device), device, lambda done, total: report("weights", done, total)
     )
     num_blocks, max_len = size_pool(config, model_config, wanted_len, checkpoint.dtype, device)
-    kernels = select_kernels(device)
-    model = Model(model_config, checkpoint.tensors, max_len, kernels)
+    model = Model(model_config, checkpoint.tensors, max_len)
     cache = KVCache.allocate(model_config, num_blocks, config.block_size, checkpoint.dtype, device)
     name = config.served_model_name or default_name(config.model, path)
     info = EngineInfo(
@@ -70,7 +70,7 @@ def build_engine(
     blocks = BlockManager(num_blocks, config.block_size, config.enable_prefix_caching)
     scheduler = Scheduler(blocks, config.max_num_seqs, config.max_num_batched_tokens)
     known_ids = min(tokenizer.vocab_size, model_config.vocab_size)
-    runner = Runner(model, cache, Sampler(known_ids), device)
+    runner = Runner(model, DenseKV(cache, select_kernels(device), device), Sampler(known_ids), device)
     return Engine(
         runner, scheduler, tokenizer, model_config, info, Metrics(name),
         seed=config.seed, stall_timeout=config.stall_timeout, deliver=deliver,

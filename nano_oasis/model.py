@@ -20,9 +20,7 @@ import torch
 import torch.nn.functional as F
 
 from nano_oasis.config import ModelConfig
-from nano_oasis.kernels.batch import AttentionBatch
-from nano_oasis.kernels.dispatch import Kernels
-from nano_oasis.memory.kv_cache import KVCache
+from nano_oasis.memory.dense_kv import KVView
 from nano_oasis.rope import rope_table, rotate
 
 Weights = dict[str, torch.Tensor]
@@ -86,9 +84,8 @@ def _take_layer(config: ModelConfig, w: Weights, i: int) -> Layer:
 class Model:
     """Weights on one device, ready to run. `max_len` is the longest position plus one."""
 
-    def __init__(self, config: ModelConfig, weights: Weights, max_len: int, kernels: Kernels) -> None:
+    def __init__(self, config: ModelConfig, weights: Weights, max_len: int) -> None:
         self.config = config
-        self.kernels = kernels
         self.embed = weights.pop("embed")  # [V, H]
         self.lm_head = weights.pop("lm_head")  # [V, H]; the same tensor as embed when tied
         self.final_norm = weights.pop("final_norm")
@@ -104,12 +101,10 @@ class Model:
         # The reference rounds the scale to the weights' dtype before multiplying.
         self.embed_scale = float(torch.tensor(config.embed_scale).to(self.embed.dtype))
 
-    def forward(
-        self, token_ids: torch.Tensor, positions: torch.Tensor, cache: KVCache, batch: AttentionBatch
-    ) -> torch.Tensor:
+    def forward(self, token_ids: torch.Tensor, positions: torch.Tensor, kv: KVView) -> torch.Tensor:
         """Write this step's KV and return final hidden states.
 
-        token_ids, positions: [T] int64, the rows of `batch` one after another. Returns [T, H].
+        token_ids, positions: [T] int64, the rows of the step one after another. Returns [T, H].
         """
         x = F.embedding(token_ids, self.embed)  # [T, H]
         if self.embed_scale != 1.0:
@@ -118,7 +113,7 @@ class Model:
         local = self._angles(self.rope_local, positions, x.dtype) if self.rope_local is not None else cos_sin
         for i, layer in enumerate(self.layers):
             h = self._norm(x, layer.attn_norm)
-            h = self._attention(h, layer, local if layer.local_rope else cos_sin, cache.layer(i), batch)
+            h = self._attention(h, i, local if layer.local_rope else cos_sin, kv)
             x = x + (h if layer.post_attn_norm is None else self._norm(h, layer.post_attn_norm))
             h = self._mlp(self._norm(x, layer.mlp_norm), layer)
             x = x + (h if layer.post_mlp_norm is None else self._norm(h, layer.post_mlp_norm))
@@ -129,21 +124,16 @@ class Model:
         return F.linear(hidden, self.lm_head).float()
 
     def _attention(
-        self,
-        x: torch.Tensor,
-        layer: Layer,
-        cos_sin: tuple[torch.Tensor, torch.Tensor],
-        kv: tuple[torch.Tensor, torch.Tensor],
-        batch: AttentionBatch,
+        self, x: torch.Tensor, i: int, cos_sin: tuple[torch.Tensor, torch.Tensor], kv: KVView
     ) -> torch.Tensor:
-        c = self.config
+        c, layer = self.config, self.layers[i]
         qkv = F.linear(x, layer.qkv, layer.qkv_bias).view(len(x), -1, c.head_dim)
         q, k, v = qkv.split((c.num_heads, c.num_kv_heads, c.num_kv_heads), dim=1)  # [T, heads, D]
         if layer.q_norm is not None and layer.k_norm is not None:
             q, k = self._norm(q, layer.q_norm), self._norm(k, layer.k_norm)
         q, k = rotate(q, *cos_sin), rotate(k, *cos_sin)
-        self.kernels.write_kv(k, v, *kv, batch.slots)
-        out = self.kernels.attention(q, *kv, batch, c.scale, layer.window)  # [T, heads, D]
+        kv.write(i, k, v)
+        out = kv.attend(i, q, c.scale, layer.window)  # [T, heads, D]
         return F.linear(out.reshape(len(x), -1), layer.out, layer.out_bias)
 
     def _mlp(self, x: torch.Tensor, layer: Layer) -> torch.Tensor:

@@ -11,8 +11,7 @@ from typing import Protocol
 
 import torch
 
-from nano_oasis.kernels.batch import AttentionBatch, make_batch
-from nano_oasis.memory.kv_cache import KVCache
+from nano_oasis.memory.dense_kv import KVStore, KVView
 from nano_oasis.request import SampledToken, ScheduledRow
 from nano_oasis.sampler import Sampler, token_logprobs
 
@@ -22,19 +21,17 @@ _LOGIT_ROWS = 64  # prompt log-probabilities are made this many positions at a t
 class Decoder(Protocol):
     """What the runner needs of a model; tests put a fake here."""
 
-    def forward(
-        self, token_ids: torch.Tensor, positions: torch.Tensor, cache: KVCache, batch: AttentionBatch
-    ) -> torch.Tensor: ...
+    def forward(self, token_ids: torch.Tensor, positions: torch.Tensor, kv: KVView) -> torch.Tensor: ...
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor: ...
 
 
 class Runner:
-    """Executes step plans against one model and one KV cache."""
+    """Executes step plans against one model and one KV store."""
 
-    def __init__(self, model: Decoder, cache: KVCache, sampler: Sampler, device: str = "cpu") -> None:
+    def __init__(self, model: Decoder, kv: KVStore, sampler: Sampler, device: str = "cpu") -> None:
         self.model = model
-        self.cache = cache
+        self.kv = kv
         self.sampler = sampler
         self.device = device
 
@@ -44,9 +41,9 @@ class Runner:
 
         Prompt log-probabilities, if asked for, are appended to their requests on the way.
         """
-        token_ids, positions, batch = self.build(rows)
-        hidden = self.model.forward(token_ids, positions, self.cache, batch)  # [T, H]
-        starts = batch.query_list
+        token_ids, positions, starts = self._flatten(rows)
+        hidden = self.model.forward(token_ids, positions, self.kv.begin(rows))  # [T, H]
+        self.kv.end(rows)
         for i, row in enumerate(rows):
             if row.request.params.prompt_logprobs is not None:
                 self._prompt_logprobs(row, hidden[starts[i] : starts[i + 1]])
@@ -61,17 +58,17 @@ class Runner:
                 results[i] = token
         return results
 
-    def build(self, rows: Sequence[ScheduledRow]) -> tuple[torch.Tensor, torch.Tensor, AttentionBatch]:
-        """token_ids [T], positions [T] (int64) and what attention must know about the rows."""
+    def _flatten(self, rows: Sequence[ScheduledRow]) -> tuple[torch.Tensor, torch.Tensor, list[int]]:
+        """token_ids [T], positions [T] (int64), and where each row starts in them (one more entry: T)."""
         tokens: list[int] = []
         positions: list[int] = []
+        starts = [0]
         for row in rows:
             end = row.start + row.num_tokens
             tokens += row.request.tokens(row.start, end)
             positions += range(row.start, end)
-        parts = [(row.request.block_table, row.start, row.num_tokens) for row in rows]
-        batch = make_batch(parts, self.cache.block_size, self.device)
-        return torch.tensor(tokens).to(self.device), torch.tensor(positions).to(self.device), batch
+            starts.append(len(tokens))
+        return torch.tensor(tokens).to(self.device), torch.tensor(positions).to(self.device), starts
 
     def _prompt_logprobs(self, row: ScheduledRow, hidden: torch.Tensor) -> None:
         """Position p predicts token p + 1. Entry 0 is None: nothing predicts the first token."""

@@ -11,7 +11,9 @@ import torch
 
 from nano_oasis.config import EngineInfo, ModelConfig, RopeConfig
 from nano_oasis.engine import Engine, call_sinks
+from nano_oasis.kernels.dispatch import select_kernels
 from nano_oasis.memory.blocks import BlockManager
+from nano_oasis.memory.dense_kv import DenseKV
 from nano_oasis.memory.kv_cache import KVCache
 from nano_oasis.metrics import Metrics
 from nano_oasis.outputs import GenerationError, OutputBuilder
@@ -58,7 +60,8 @@ class FakeModel:
         self.fail_on: int | None = None  # a token id whose presence makes the forward pass raise
         self.steps: list[int] = []  # tokens of each step
 
-    def forward(self, token_ids, positions, cache, batch):
+    def forward(self, token_ids, positions, kv):
+        cache, batch = kv.cache, kv.batch
         if self.fail_on is not None and self.fail_on in token_ids.tolist():
             raise RuntimeError("injected step failure")
         self.steps.append(len(token_ids))
@@ -101,7 +104,7 @@ def make_engine(
     limit = max_model_len or num_blocks * block_size
     info = EngineInfo("fake", "float64", "cpu", block_size, num_blocks, num_blocks * block_size, 0, limit)
     return Engine(
-        Runner(model or FakeModel(), cache, Sampler(VOCAB)),
+        Runner(model or FakeModel(), DenseKV(cache, select_kernels("cpu")), Sampler(VOCAB)),
         Scheduler(blocks, max_num_seqs, max_num_batched_tokens),
         FakeTokenizer(),
         MODEL,

@@ -9,12 +9,14 @@ from make_checkpoints import FAMILIES, hf_to_gguf, make_hf
 from nano_oasis.config import ConfigError, RopeConfig
 from nano_oasis.kernels.batch import make_batch
 from nano_oasis.kernels.dispatch import select_kernels
+from nano_oasis.memory.dense_kv import DenseView
 from nano_oasis.memory.kv_cache import KVCache
 from nano_oasis.model import Model
 from nano_oasis.rope import rope_frequencies, rope_table
 from nano_oasis.weights import load_checkpoint
 
 B = 8
+KERNELS = select_kernels("cpu")
 LLAMA3 = {"rope_type": "llama3", "rope_theta": 10000.0, "factor": 8.0, "low_freq_factor": 1.0}
 LLAMA3 |= {"high_freq_factor": 4.0, "original_max_position_embeddings": 256}
 YARN = {"rope_type": "yarn", "rope_theta": 10000.0, "factor": 4.0, "original_max_position_embeddings": 256}
@@ -49,7 +51,7 @@ def forward(model: Model, cache: KVCache, sequences, chunk: int) -> list[torch.T
         batch = make_batch([(tables[i], a, n) for i, a, n in rows], B)
         ids = torch.cat([sequences[i][a : a + n] for i, a, n in rows])
         positions = torch.cat([torch.arange(a, a + n) for _, a, n in rows])
-        logits = model.logits(model.forward(ids, positions, cache, batch))
+        logits = model.logits(model.forward(ids, positions, DenseView(cache, batch, KERNELS)))
         for (i, _, _), part in zip(rows, logits.split([n for _, _, n in rows]), strict=True):
             out[i].append(part)
     return [torch.cat(parts) for parts in out]
@@ -57,7 +59,7 @@ def forward(model: Model, cache: KVCache, sequences, chunk: int) -> list[torch.T
 
 def load(path, max_len: int) -> tuple[Model, KVCache]:
     checkpoint = load_checkpoint(path, torch.float32)
-    model = Model(checkpoint.config, checkpoint.tensors, max_len, select_kernels("cpu"))
+    model = Model(checkpoint.config, checkpoint.tensors, max_len)
     cache = KVCache.allocate(checkpoint.config, 96, B, torch.float32, "cpu")
     cache.keys.fill_(torch.nan)  # nothing may be read that was not written
     cache.values.fill_(torch.nan)
@@ -125,4 +127,4 @@ def test_leftover_tensors_are_refused(tmp_path):
     checkpoint = load_checkpoint(tmp_path, torch.float32)
     checkpoint.tensors["layers.0.surprise"] = torch.zeros(1)
     with pytest.raises(ValueError, match=r"layers\.0\.surprise"):
-        Model(checkpoint.config, checkpoint.tensors, 64, select_kernels("cpu"))
+        Model(checkpoint.config, checkpoint.tensors, 64)

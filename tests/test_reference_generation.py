@@ -13,6 +13,7 @@ from nano_oasis.config import EngineInfo
 from nano_oasis.engine import Engine
 from nano_oasis.kernels.dispatch import select_kernels
 from nano_oasis.memory.blocks import BlockManager
+from nano_oasis.memory.dense_kv import DenseKV
 from nano_oasis.memory.kv_cache import KVCache
 from nano_oasis.metrics import Metrics
 from nano_oasis.model import Model
@@ -29,11 +30,11 @@ NEW = 24
 def engine_of(path, num_blocks: int) -> Engine:
     checkpoint = load_checkpoint(path, torch.float32)
     config = checkpoint.config
-    model = Model(config, checkpoint.tensors, 512, select_kernels("cpu"))
+    model = Model(config, checkpoint.tensors, 512)
     cache = KVCache.allocate(config, num_blocks, 16, torch.float32, "cpu")
     info = EngineInfo("tiny", "float32", "cpu", 16, num_blocks, num_blocks * 16, cache.nbytes, 512)
     scheduler = Scheduler(BlockManager(num_blocks, 16), max_num_seqs=8, max_num_batched_tokens=32)
-    runner = Runner(model, cache, Sampler(config.vocab_size))
+    runner = Runner(model, DenseKV(cache, select_kernels("cpu")), Sampler(config.vocab_size))
     return Engine(runner, scheduler, FakeTokenizer(), config, info, Metrics("tiny"))
 
 
