@@ -4,7 +4,7 @@ Owns: one comparison, run by hand: python benchmarks/against_transformers.py [--
 Must not know: the inside of the engine; it uses the public Python API (and one logits hook).
 
 20 prompts from a few to 4,000 tokens run in batches of 8 with chunked prefill and the prefix cache on, twice.
-transformers reads the same GGUF and generates one prompt at a time. Exits 1 if any token differs.
+transformers reads the same GGUF and takes one prompt at a time. Exits 1 if any token differs.
 """
 
 from __future__ import annotations
@@ -36,16 +36,16 @@ def real_prompts(llm: LLM) -> list[list[int]]:
     return prompts
 
 
-def reference(hf, prompt: list[int]) -> tuple[list[int], torch.Tensor]:
-    """Greedy continuation and the logits [V] of the prompt's last token."""
-    ids = torch.tensor([prompt])
+def reference(hf, prompt: list[int], output: list[int]) -> tuple[list[int], torch.Tensor]:
+    """transformers' greedy choice at every step of `output`, and the logits [V] of the prompt's last token.
+
+    One forward pass over prompt + output: if its argmax equals `output` at every step, then greedy
+    generation, which would see the same tokens at every step, gives `output` too.
+    """
     with torch.inference_mode():
-        logits = hf(ids, logits_to_keep=1).logits[0, -1]
-        out = hf.generate(
-            ids, max_new_tokens=NEW_TOKENS, min_new_tokens=NEW_TOKENS, do_sample=False,
-            eos_token_id=None, attention_mask=torch.ones_like(ids),
-        )  # fmt: skip
-    return out[0, len(prompt) :].tolist(), logits
+        ids = torch.tensor([prompt + output[:-1]])
+        logits = hf(ids, logits_to_keep=len(output)).logits[0]
+    return logits.argmax(dim=-1).tolist(), logits[0]
 
 
 def last_logits(llm: LLM, prompts: list[list[int]]) -> list[torch.Tensor]:
@@ -88,7 +88,7 @@ def main() -> int:
     ).eval()
     bad, worst = 0, 0.0
     for prompt, a, b, mine in zip(prompts, cold, warm, logits, strict=True):
-        expected, theirs = reference(hf, prompt)
+        expected, theirs = reference(hf, prompt, a)
         known = min(len(mine), len(theirs))
         finite = mine[:known].isfinite()
         gap = (mine[:known] - theirs[:known])[finite].abs().max().item()
