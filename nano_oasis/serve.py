@@ -174,10 +174,9 @@ class Server:
         if make_engine is None:  # importing torch takes seconds: not on the event loop
             module = await asyncio.to_thread(importlib.import_module, "nano_oasis.async_engine")
             make_engine = module.AsyncEngine
-        engine = self.state.engine = make_engine(self.config)
+        engine = make_engine(self.config)
         with LoadProgress() as progress:
-            await engine.start(progress)
-        self.state.loaded = True
+            await self.state.load(engine, progress)
         info = engine.info
         print(
             f"nano_oasis {nano_oasis.__version__}: {info.model_name}, {info.dtype} on {info.device}, "

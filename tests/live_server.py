@@ -96,9 +96,7 @@ class LiveServer:
 
     def load(self) -> None:
         async def load() -> None:
-            self.state.engine = FakeEngine(**self.options)
-            await self.state.engine.start()
-            self.state.loaded = True
+            await self.state.load(FakeEngine(**self.options))
 
         self.run(load())
 

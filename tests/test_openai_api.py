@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -243,3 +244,10 @@ def test_error_shape() -> None:
     error = msgspec.json.decode(api.ApiError(503, "m", code="c").body())
     assert error == {"error": {"message": "m", "type": "server_error", "param": None, "code": "c"}}
     assert api.ApiError(404, "m").type == "invalid_request_error"
+
+
+def test_the_rule_book_names_every_field() -> None:
+    text = (Path(__file__).parent.parent / "docs" / "api.md").read_text()
+    for type in (api.CompletionRequest, api.ChatRequest, api.TokenizeRequest, api.DetokenizeRequest):
+        for name in type.__struct_fields__:
+            assert f"`{name}`" in text or f'{{"{name}"}}' in text, name

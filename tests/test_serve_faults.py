@@ -242,8 +242,7 @@ def test_b075_long_texts_do_not_hold_up_the_loop(live: LiveServer) -> None:
     poller = threading.Thread(target=poll)
     poller.start()
     senders = [
-        threading.Thread(target=lambda: live.post(COMPLETIONS, completion("some text " * 20_000)))
-        for _ in range(3)
+        threading.Thread(target=lambda: live.post(CHAT, chat("some text " * 20_000))) for _ in range(3)
     ]
     for sender in senders:
         sender.start()

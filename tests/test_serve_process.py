@@ -63,7 +63,7 @@ class Process:
         self.read_until(r"KV cache .*\n")
 
     def call(self, method: str, path: str, body: Any = None) -> tuple[int, bytes]:
-        connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=30)
+        connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=100)
         try:
             data = None if body is None else json.dumps(body)
             connection.request(method, path, data, {"Content-Type": "application/json"})

@@ -6,6 +6,7 @@ Must not know: how an endpoint builds its reply, or how the engine works.
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import re
 import time
@@ -21,6 +22,7 @@ from nano_oasis.request import EngineDead, RequestError
 
 if TYPE_CHECKING:
     from nano_oasis.async_engine import AsyncEngine
+    from nano_oasis.build import Progress
 
 log = logging.getLogger(__name__)
 
@@ -44,6 +46,17 @@ class ServerState:
     draining: bool = False
     max_body: int = DEFAULT_MAX_BODY
     created: int = field(default_factory=lambda: int(time.time()))
+    longest_token: int = 0  # of the vocabulary, in bytes
+
+    async def load(self, engine: AsyncEngine, progress: Progress | None = None) -> None:
+        """Start `engine` and serve it. Raises what engine.start raises."""
+        self.engine = engine
+        await engine.start(progress)
+        tokenizer = engine.tokenizer
+        self.longest_token = await asyncio.to_thread(
+            lambda: max(len(tokenizer.token_bytes(i)) for i in range(tokenizer.vocab_size))
+        )
+        self.loaded = True
 
     def health(self) -> str:
         """ok, stuck, loading, draining, stopped or dead."""

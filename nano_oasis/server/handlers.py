@@ -25,14 +25,25 @@ async def completions(request: web.Request) -> web.StreamResponse:
     api.check_model(body.model, engine.model_name)
     call = api.parse_completion(body)
     prompts = [
-        prompt
-        if isinstance(prompt, list)
-        else await engine.encode(prompt, add_special_tokens=call.add_special_tokens)
+        prompt if isinstance(prompt, list) else await _encode(request.app[STATE], prompt, call)
         for prompt in call.prompts
     ]
     texts = await _echo_texts(request.app[STATE], call) if call.echo else [""] * len(prompts)
     reply = api.CompletionReply(call, engine.model_name, engine.tokenizer, prompts, texts)
     return await _answer(request, call, reply)
+
+
+async def _encode(state: ServerState, text: str, call: Call) -> list[int]:
+    """Token ids of a prompt. Megabytes that can never fit are refused without being tokenized."""
+    engine = state.ready_engine()
+    limit = engine.max_model_len * state.longest_token
+    if len(text) > limit:
+        message = (
+            f"prompt has {len(text)} characters, but the context limit of {engine.max_model_len} tokens "
+            f"holds {limit} characters at most"
+        )
+        raise ApiError(400, message, "prompt", "context_length_exceeded")
+    return await engine.encode(text, add_special_tokens=call.add_special_tokens)
 
 
 async def chat_completions(request: web.Request) -> web.StreamResponse:
