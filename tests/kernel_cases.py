@@ -72,6 +72,7 @@ PREFILL = [
     Case("every head its own", ((10, 20),), heads=4, kv_heads=4),
     Case("window of one", ((0, 20), (17, 5)), window=1),
     Case("window inside a block", ((0, 40), (45, 9)), window=7),
+    Case("window that leaves whole tiles unseen", ((0, 150),), heads=3, kv_heads=1, window=7),
     Case("window across chunks", ((60, 40), (100, 1)), window=50),
     Case("window larger than any context", ((20, 20),), window=1000),
     Case("blocks of 32", ((31, 34), (0, 32)), block_size=32),

@@ -185,6 +185,20 @@ def test_rows_with_nothing_to_see(function, splits: int | None) -> None:
     assert torch.equal(out, torch.zeros_like(out)) and bool((lse == -torch.inf).all())
 
 
+@pytest.mark.parametrize("backend", ["torch", "triton"])
+def test_table_entries_past_the_end_are_ignored(backend: str) -> None:
+    """They may name blocks that do not exist, or that another row has taken since."""
+    device = DEVICE if backend == "triton" else "cpu"
+    decode = triton_decode.paged_decode if backend == "triton" else reference.paged_decode
+    prefill = triton_prefill.paged_prefill if backend == "triton" else reference.paged_prefill
+    x = build(Case("", ((16, 1), (15, 1), (63, 1), (0, 1))), torch.float32, device)
+    for r, context in enumerate(x.batch.context_list):
+        x.batch.block_table[r, -(-context // 16) :] = 2**30
+    want, _ = dense(x, None)
+    near(run_decode(decode, x, None), want, TOLERANCE[torch.float32])
+    near(run_prefill(prefill, x, None), want, TOLERANCE[torch.float32])
+
+
 @pytest.mark.parametrize("width", [1, 3, 16])
 def test_partial_results_merge_to_the_whole(width: int) -> None:
     """The same keys in 1, 3 or 16 splits: the merge by log-sum-exp changes rounding only."""
