@@ -233,9 +233,12 @@ class HostTier:
         """The view [L, N, b, H, d] of the memory at `offset`, and the offset after it."""
         layer = self.num_blocks * part_bytes(part)
         stride = _pages(layer)
-        raw = torch.frombuffer(self._memory, dtype=torch.uint8, count=self.num_layers * stride, offset=offset)
-        slab = raw.view(self.num_layers, stride)[:, :layer].view(part[1])
-        return slab.view(self.num_layers, self.num_blocks, *part[0]), offset + self.num_layers * stride
+        size = self.num_layers * stride
+        with torch.inference_mode(False):  # plain tensors, which both modes may write to
+            raw = torch.frombuffer(self._memory, dtype=torch.uint8, count=size, offset=offset)
+            slab = raw.view(self.num_layers, stride)[:, :layer].view(part[1])
+            slab = slab.view(self.num_layers, self.num_blocks, *part[0])
+        return slab, offset + size
 
     def _all_slabs(self) -> list[Tensor]:
         return self._slabs[KEYS] + self._slabs[VALUES]
