@@ -16,6 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 QUERY_CHUNK = 256  # prefill queries attended at once: keeps the mask small
+FEW_QUERIES = 8  # up to here a plain product beats torch's flash kernel
 GROUP_TOKENS = 2048  # decode: padded tokens gathered at once
 PADDING = 128  # decode: padded tokens a row may add to its group
 
@@ -113,7 +114,7 @@ def paged_prefill(
     lens = context_lens.tolist() if context_list is None else context_list
     starts = query_starts.tolist() if query_list is None else query_list
     out = torch.zeros_like(q)
-    lse = torch.full((tokens, heads), -torch.inf)
+    lse = torch.full((tokens, heads), -torch.inf) if return_lse else None
     for r, context in enumerate(lens):
         count = starts[r + 1] - starts[r]
         if count > context:
@@ -129,20 +130,28 @@ def paged_prefill(
             b = min(a + QUERY_CHUNK, context)  # positions [a, b)
             lo = max(base, a + 1 - window) if window else 0
             where = slice(starts[r] + a - first, starts[r] + b - first)
-            # [Hkv, G, b - a, D]; the KV heads are the batch, and K and V are shared by the G heads.
-            query = q[where].float().view(b - a, kv_heads, -1, dim).permute(1, 2, 0, 3)
-            group = query.shape[1]
-            keys = k[:, None, lo - base : b - base].expand(-1, group, -1, -1)
-            values = v[:, None, lo - base : b - base].expand(-1, group, -1, -1)
+            query = q[where].float().view(b - a, kv_heads, -1, dim).permute(1, 2, 0, 3)  # [Hkv, G, b - a, D]
+            keys = slice(lo - base, b - base)
             bias = _causal_bias(a, b, lo, window)
-            if return_lse:
-                o, s = attend(query, keys, values, scale, bias, True)
-            else:  # torch's flash kernel never holds the scores; worth it from a few dozen queries on
-                o, s = F.scaled_dot_product_attention(query, keys, values, attn_mask=bias, scale=scale), None
+            o, s = _attend_chunk(query, k[:, keys], v[:, keys], scale, bias, return_lse)
             out[where] = o.permute(2, 0, 1, 3).reshape(b - a, heads, dim).to(q.dtype)
-            if s is not None:
+            if lse is not None and s is not None:
                 lse[where] = s.permute(2, 0, 1).reshape(b - a, heads)
-    return (out, lse) if return_lse else out
+    return out if lse is None else (out, lse)
+
+
+def _attend_chunk(
+    q: Tensor, k: Tensor, v: Tensor, scale: float, bias: Tensor | None, return_lse: bool
+) -> tuple[Tensor, Tensor | None]:
+    """q [Hkv, G, m, D], k, v [Hkv, n, D], bias [m, n] -> out [Hkv, G, m, D], lse [Hkv, G, m] or None."""
+    kv_heads, group, m, dim = q.shape
+    if m > FEW_QUERIES and not return_lse:  # torch's flash kernel never holds the scores
+        k, v = (x[:, None].expand(-1, group, -1, -1) for x in (k, v))
+        return F.scaled_dot_product_attention(q, k, v, attn_mask=bias, scale=scale), None
+    # Few queries are like decode: all of a KV head's rows in one product.
+    bias = None if bias is None else bias.repeat(group, 1)
+    o, s = attend(q.reshape(1, kv_heads, group * m, dim), k[None], v[None], scale, bias, return_lse)
+    return o.view(kv_heads, group, m, dim), None if s is None else s.view(kv_heads, group, m)
 
 
 def attend(
