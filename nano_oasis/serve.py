@@ -199,6 +199,8 @@ class Server:
 def main(argv: Sequence[str] | None = None, make_engine: MakeEngine | None = None) -> int:
     """Returns the exit code. Must be followed by leave(), because a load cannot be interrupted."""
     logging.basicConfig(level=logging.INFO, format="%(levelname)s %(name)s: %(message)s")
+    # It reports what clients send wrong; our own failures are caught and logged by server/app.py.
+    logging.getLogger("aiohttp.server").setLevel(logging.CRITICAL)
     parser = build_parser()
     args = parser.parse_args(argv)
     try:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gzip
 import json
 from typing import Any
 
@@ -253,4 +254,10 @@ def test_b011_body_limit(own: Any) -> None:
     for body in (big, iter([big[: 2**20], big[2**20 :]])):  # with Content-Length, and in chunks without it
         r = live.post(COMPLETIONS, body, Content_Type="application/json")
         assert r.status == 413 and r.error["code"] == "body_too_large" and str(2**21) in r.error["message"]
+    packed = gzip.compress(json.dumps(completion(max_tokens=1)).encode())
+    bomb = gzip.compress(b"a" * 2**24)
+    for data, status in ((packed, 200), (bomb, 413), (b"no gzip", 400)):
+        headers = {"Content_Type": "application/json", "Content_Encoding": "gzip"}
+        assert (r := live.post(COMPLETIONS, data, **headers)).status == status, r.body
+        assert status == 200 or r.error["code"] in ("body_too_large", "unreadable_body")
     assert live.ask(COMPLETIONS, completion(max_tokens=1))

@@ -94,7 +94,7 @@ def error_response(error: ApiError) -> web.Response:
     response = web.Response(body=error.body(), status=error.status, content_type="application/json")
     if error.status == 503:
         response.headers["Retry-After"] = "1"
-    if error.code in ("draining", "stopped", "body_too_large"):
+    if error.code in ("draining", "stopped", "body_too_large", "unreadable_body"):
         response.force_close()
     return response
 
@@ -150,7 +150,10 @@ async def read_body(request: web.Request) -> bytes:
     received = 0
     parts: list[bytes] = []
     while max(announced, received) <= limit:
-        part = await request.content.readany()
+        try:
+            part = await request.content.readany()
+        except web.RequestPayloadError as error:  # a bad chunk, or not the compression it claims to be
+            raise ApiError(400, f"the body cannot be read: {error}", code="unreadable_body") from None
         if not part:
             return b"".join(parts)
         received += len(part)
