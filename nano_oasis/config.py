@@ -180,6 +180,22 @@ class EngineConfig:
 
 
 @dataclass(frozen=True)
+class OasisConfig:
+    """How the oasis mode shares the device. Blocks and steps, not bytes; see docs/11-tiers.md."""
+
+    kv_budget: int = 2048  # tokens attention reads per layer once a request is shrunk; tail included
+    predictor: str = "previous"  # what is prefetched; current = nothing, all misses are waited for
+    miss_policy: str = "repair"  # wait, repair or skip
+    repair_threshold: float = 0.02  # repair fetches now what would get more than this share of the mass
+    sink_blocks: int = 1
+    recent_blocks: int = 4  # the block being written included
+    dense_layers: int = 0  # first layers that keep and read everything
+    buffer_factor: float = 1.25  # blocks kept on the device per block read
+    admission_cap: int = 4  # blocks prefetched per request, layer and step
+    head_groups: int = 1  # choices per layer; the number of KV heads = one per head
+
+
+@dataclass(frozen=True)
 class EngineInfo:
     """What a start-up line says."""
 

@@ -159,6 +159,8 @@ class Request:
     end_ids: frozenset[int] = frozenset()  # model end tokens; empty under ignore_eos
     index: int = 0  # choice index among n
     salt: bytes = b""  # prefixes are shared only under the same salt
+    kv_budget: int | None = None  # tokens; None = the engine's
+    miss_policy: str | None = None
     id: int = field(default_factory=lambda: _next_id())
     arrival: float = field(default_factory=time.monotonic)
     status: Status = Status.NEW

@@ -7,9 +7,19 @@ Must not know: torch, tensors, text, why a request ends, or where KV bytes are.
 from __future__ import annotations
 
 import heapq
+from typing import Protocol
 
 from nano_oasis.memory.blocks import BlockManager, OutOfBlocks
 from nano_oasis.request import Request, ScheduledRow, Status, StepPlan
+
+
+class Device(Protocol):
+    """Where running requests keep their KV, if that is not simply the logical blocks' own place."""
+
+    def admit(self, request: Request) -> bool:
+        """Whether the request can run beside those that do; if so, it holds its place from now on."""
+
+    def leave(self, request: Request) -> None: ...
 
 
 class Scheduler:
@@ -21,8 +31,15 @@ class Scheduler:
     Follows Orca (iteration-level scheduling) and Sarathi-Serve (arXiv 2403.02310, chunked prefill).
     """
 
-    def __init__(self, blocks: BlockManager, max_num_seqs: int, max_num_batched_tokens: int) -> None:
+    def __init__(
+        self,
+        blocks: BlockManager,
+        max_num_seqs: int,
+        max_num_batched_tokens: int,
+        device: Device | None = None,
+    ) -> None:
         self.blocks = blocks
+        self.device = device
         self.max_num_seqs = max_num_seqs
         self.max_num_batched_tokens = max_num_batched_tokens
         self.running: dict[int, Request] = {}
@@ -108,12 +125,16 @@ class Scheduler:
             self.blocks.release(hit)
             self._blocked = (request.id, self.blocks.num_free)
             return None
+        request.num_hashed = len(hit)
+        request.num_computed = len(hit) * self.blocks.block_size
+        if self.device is not None and not self.device.admit(request):
+            self._release(request)
+            self._blocked = (request.id, self.blocks.num_free)
+            return None
         heapq.heappop(self._waiting)
         self._num_waiting -= 1
         self.running[request.id] = request
         request.status = Status.RUNNING
-        request.num_hashed = len(hit)
-        request.num_computed = len(hit) * self.blocks.block_size
         if not request.num_preemptions:
             request.num_cached = request.num_computed
             self._query_tokens += len(request.prompt_ids)
@@ -149,10 +170,15 @@ class Scheduler:
 
     def _leave(self, request: Request) -> None:
         del self.running[request.id]
+        if self.device is not None:
+            self.device.leave(request)
+        self._release(request)
+        self._blocked = None
+
+    def _release(self, request: Request) -> None:
         self.blocks.release(request.block_table)
         request.block_table = []
         request.num_computed = request.num_hashed = 0
-        self._blocked = None
 
     def take_hit_counts(self) -> tuple[int, int]:
         """(prompt tokens looked up, of these found cached) since the last call."""

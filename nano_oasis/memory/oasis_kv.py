@@ -1,0 +1,317 @@
+"""KV of the oasis mode: everything in the host tier, a bounded working set per request on the device.
+
+Owns: which requests are on the device and how much each may hold, sealing, shrinking, arrivals.
+Must not know: how a layer picks its blocks (oasis_view.py), how bytes move (link.py), who runs when.
+
+The life of a block:
+  1. written token by token into slots of the request's tail        begin(), view.write
+  2. sealed when full: copied to the host tier, sketched            end()
+  3. from here on its device copies are a cache                     residency.py
+  4. dropped from a layer when memory is needed elsewhere           _make_room, trim
+  5. wanted: a query against the sketches says so                   oasis_view.py
+  6. fetched by a ticket while a step computes                      coordinator.py
+  7. published when the copy is complete, read by later steps       _arrivals()
+  8. found again by its hash in the host tier by other requests     blocks.py
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import torch
+
+from nano_oasis.config import ModelConfig, OasisConfig
+from nano_oasis.kernels.dispatch import Kernels
+from nano_oasis.memory.coordinator import PrefetchCoordinator
+from nano_oasis.memory.host_tier import HostTier
+from nano_oasis.memory.residency import EMPTY, FLYING, Residency, SlotPool
+from nano_oasis.memory.sketch import Selector, Sketch
+from nano_oasis.memory.stream import Stage
+from nano_oasis.memory.tickets import Key, Ticket
+from nano_oasis.request import Request, ScheduledRow
+
+WAIT_S = 30.0  # a fetch that takes longer than this is given up and treated as a miss
+
+
+@dataclass
+class Seat:
+    """A running request on the device."""
+
+    request: Request
+    index: int  # in the residency tables
+    generation: int
+    budget: int  # blocks attention reads per layer once shrunk, tail included
+    caps: torch.Tensor  # [planes] blocks it may hold once shrunk
+    floor: int  # slots it may always hold
+    dense: bool = True  # everything is resident: attention reads it all and is exact
+    cold: bool = False  # just shrunk: the next decode step fetches what it wants and waits
+    sealed: int = 0  # leading blocks that are in the host tier and sketched
+
+
+@dataclass
+class OasisStats:
+    """Counts since start, in blocks of one plane."""
+
+    hits: int = 0  # wanted and resident
+    misses: int = 0  # wanted and not resident, whatever was done about it
+    fetched_now: int = 0  # of these, waited for
+    skipped: int = 0  # of these, left out of attention
+    recall_sum: float = 0.0  # audit: share of the true attention mass that was read, summed
+    recall_count: int = 0
+
+    @property
+    def recall(self) -> float | None:
+        return self.recall_sum / self.recall_count if self.recall_count else None
+
+
+@dataclass(eq=False)
+class OasisKV:
+    """slot_keys, slot_values [S, B, Hg, D]: the device; sketches[layer][name] [N, ...] by host block."""
+
+    config: ModelConfig
+    options: OasisConfig
+    block_size: int
+    kernels: Kernels
+    host: HostTier
+    slot_keys: torch.Tensor
+    slot_values: torch.Tensor
+    selector: Selector
+    coordinator: PrefetchCoordinator
+    stage: Stage
+    max_num_seqs: int
+    max_model_len: int
+    max_num_batched_tokens: int
+    device: str = "cpu"
+    step: int = field(init=False, default=0)
+    stats: OasisStats = field(init=False, default_factory=OasisStats)
+    seats: dict[int, Seat] = field(init=False, default_factory=dict)
+    sketches: list[Sketch] = field(init=False, default_factory=list)
+
+    def __post_init__(self) -> None:
+        c, o = self.config, self.options
+        self.groups = o.head_groups
+        self.planes = c.num_layers * self.groups
+        self.pool = SlotPool(len(self.slot_keys))
+        max_blocks = -(-self.max_model_len // self.block_size)
+        self.residency = Residency(self.pool, self.planes, self.max_num_seqs, max_blocks)
+        # What one step's new tokens need before they can be sealed and dropped, whoever they belong to.
+        chunk_blocks = -(-self.max_num_batched_tokens // self.block_size)
+        self.reserve = self.planes * (chunk_blocks + 1)
+        self._generation = 0
+        self._flying: dict[Key, Ticket] = {}
+
+    # --- the scheduler's side: no torch in its answers ---------------------------------------------
+    def admit(self, request: Request) -> bool:
+        """Take a request onto the device if its floor fits beside the others'. Called once per admission."""
+        if request.id in self.seats:
+            return True
+        budget, caps, floor = self._needs(request)
+        held = sum(s.floor for s in self.seats.values())
+        if held + floor + self.reserve > self.pool.num_slots or len(self.seats) >= self.max_num_seqs:
+            return False
+        self._generation += 1
+        seat = Seat(request, self.residency.sit(), self._generation, budget, caps, floor)
+        seat.sealed = request.num_computed // self.block_size  # a prefix found in the host tier
+        seat.dense = seat.sealed == 0
+        self.seats[request.id] = seat
+        return True
+
+    def leave(self, request: Request) -> None:
+        """Finished, aborted or preempted: cancel its tickets, free its slots (those in flight follow)."""
+        seat = self.seats.pop(request.id, None)
+        if seat is not None:
+            self.coordinator.cancel(request.id)
+            self.residency.leave(seat.index)
+
+    def fits_alone(self, max_len: int, budget_tokens: int) -> bool:
+        """Whether a request of this length and budget could run with nothing else on the device."""
+        blocks = -(-max_len // self.block_size)
+        floor = int(self._caps(budget_tokens, blocks).sum())
+        return floor + self.reserve <= self.pool.num_slots
+
+    def _needs(self, request: Request) -> tuple[int, torch.Tensor, int]:
+        tokens = request.kv_budget or self.options.kv_budget
+        caps = self._caps(tokens, -(-request.max_len // self.block_size))
+        return max(tokens // self.block_size, self._forced + 1), caps, int(caps.sum())
+
+    @property
+    def _forced(self) -> int:
+        return self.options.sink_blocks + self.options.recent_blocks
+
+    def _caps(self, budget_tokens: int, most: int) -> torch.Tensor:
+        """[planes] blocks: the budget times the buffer factor; the window, or everything in dense layers."""
+        o, c = self.options, self.config
+        budget = max(math.ceil(budget_tokens / self.block_size * o.buffer_factor), self._forced + 1) + 1
+        caps = []
+        for layer in range(c.num_layers):
+            window = c.window(layer)
+            blocks = most if layer < o.dense_layers else budget
+            if window is not None:
+                blocks = -(-window // self.block_size) + 2
+            caps += [min(blocks, most)] * self.groups
+        return torch.tensor(caps)
+
+    # --- the runner's side -------------------------------------------------------------------------
+    def begin(self, rows: Sequence[ScheduledRow]) -> OasisView:
+        """Publish what has arrived, give this step's tokens their slots, hand out the view."""
+        self.step += 1
+        self.arrivals()
+        for row in rows:
+            seat = self.seats[row.request.id]
+            if seat.sealed and row.start == seat.sealed * self.block_size and not seat.dense:
+                self._restore(seat)
+            self._extend(seat, row)
+        return OasisView(self, rows)
+
+    def arrivals(self) -> None:
+        """Completed tickets become readable; slots of the others are free again."""
+        for ticket in self.coordinator.completed():
+            del self._flying[ticket.key]
+            seat = self.seats.get(ticket.request_id)
+            plane = ticket.layer * self.groups + ticket.group
+            if seat is None or seat.generation != ticket.generation:
+                self.pool.give([ticket.slot])
+                continue
+            at = (plane, seat.index, ticket.position)
+            if ticket.completed:
+                self.residency.slot_of[at] = ticket.slot
+                self.residency.used_at[at] = self.step
+            else:
+                self.residency.slot_of[at] = EMPTY
+                self.pool.give([ticket.slot])
+
+    def _restore(self, seat: Seat) -> None:
+        """A prefix found in the host tier comes back to the device whole, if there is room to spare."""
+        need = self.planes * seat.sealed
+        if self.residency.resident(seat.index) or need + self.reserve > self.pool.num_free:
+            return
+        self.residency.add(seat.index, range(seat.sealed), self.step)
+        blocks = torch.tensor(seat.request.block_table[: seat.sealed])
+        for plane in range(self.planes):
+            layer, group = divmod(plane, self.groups)
+            slots = self.residency.slot_of[plane, seat.index, : seat.sealed].long()
+            self.host.load_into(layer, blocks, slots, self.slot_keys, self.slot_values, self.heads(group))
+        seat.dense = True
+
+    def heads(self, group: int) -> slice | None:
+        size = self.config.num_kv_heads // self.groups
+        return slice(group * size, (group + 1) * size) if self.groups > 1 else None
+
+    def _extend(self, seat: Seat, row: ScheduledRow) -> None:
+        """Slots for the blocks that this row begins to write."""
+        first = -(-row.start // self.block_size)
+        end = -(-(row.start + row.num_tokens) // self.block_size)
+        while first < end and int(self.residency.slot_of[0, seat.index, first]) != EMPTY:
+            first += 1  # this step is run again after a failure: its slots are there
+        fresh = range(first, end)
+        if not fresh:
+            return
+        if not seat.dense:
+            self._trim(seat, first, room=len(fresh) if row.start >= len(seat.request.prompt_ids) else 0)
+        self._make_room(self.planes * len(fresh))
+        self.residency.add(seat.index, fresh, self.step)
+
+    def _make_room(self, need: int) -> None:
+        """Shrink requests that hold more than their floor, largest first, until `need` slots are free."""
+        while self.pool.num_free < need:
+            dense = [s for s in self.seats.values() if s.dense]
+            if dense:
+                self.shrink(max(dense, key=lambda s: self.residency.resident(s.index) - s.floor))
+            elif self._flying:  # slots of requests that have left come back with their tickets
+                self.coordinator.wait(list(self._flying.values()), WAIT_S)
+                self.arrivals()
+            else:
+                return  # the pool's own error will say so
+
+    def shrink(self, seat: Seat) -> None:
+        """From now on this request keeps a working set."""
+        seat.dense, seat.cold = False, True
+        self._trim(seat, seat.sealed)
+
+    def _trim(self, seat: Seat, end: int, room: int = 0) -> None:
+        o = self.options
+        recent = max(o.recent_blocks - 1, 0)
+        self.residency.trim(seat.index, (seat.caps - room).clamp(min=0), o.sink_blocks, recent, end)
+
+    def end(self, rows: Sequence[ScheduledRow]) -> None:
+        """Seal the blocks this step filled: host copy and sketch, all rows together, layer by layer."""
+        parts = []
+        for row in rows:
+            seat = self.seats[row.request.id]
+            full = (row.start + row.num_tokens) // self.block_size
+            parts += [(seat, p) for p in range(seat.sealed, full)]
+            seat.sealed = max(seat.sealed, full)
+            if row.start >= len(row.request.prompt_ids):
+                seat.cold = False
+        if parts:
+            self._seal(parts)
+        for row in rows:
+            seat = self.seats[row.request.id]
+            if not seat.dense and row.start < len(row.request.prompt_ids):
+                seat.cold = True
+                self._trim(seat, seat.sealed)
+
+    def _seal(self, parts: list[tuple[Seat, int]]) -> None:
+        blocks = torch.tensor([s.request.block_table[p] for s, p in parts])  # [n] host blocks
+        seats, positions = torch.tensor([s.index for s, _ in parts]), torch.tensor([p for _, p in parts])
+        for layer in range(self.config.num_layers):
+            planes = [layer * self.groups + g for g in range(self.groups)]
+            slots = [self.residency.slot_of[p, seats, positions].long() for p in planes]
+            keys = torch.cat([self.slot_keys[s] for s in slots], dim=2)  # [n, B, H, D]
+            values = torch.cat([self.slot_values[s] for s in slots], dim=2)
+            self.host.store_layer(layer, blocks, keys, values)
+            if self.config.window(layer) is None:
+                self._sketch(layer, blocks, keys)
+
+    def _sketch(self, layer: int, blocks: torch.Tensor, keys: torch.Tensor) -> None:
+        built = self.selector.build(keys)
+        while len(self.sketches) <= layer:
+            self.sketches.append({})
+        slabs = self.sketches[layer]
+        for name, part in built.items():
+            if name not in slabs:
+                shape = (self.host.num_blocks, *part.shape[1:])
+                slabs[name] = torch.empty(shape, dtype=part.dtype, device=part.device)
+            slabs[name][blocks] = part
+
+    # --- accounting --------------------------------------------------------------------------------
+    @property
+    def slot_bytes(self) -> int:
+        return 2 * self.slot_keys[0].nbytes
+
+    def device_bytes(self, request: Request) -> int:
+        """Everything the device holds for a running request: slots, those in flight, sketches."""
+        seat = self.seats[request.id]
+        table = self.residency.slot_of[:, seat.index]
+        slots = int(((table >= 0) | (table == FLYING)).sum())
+        c = self.config
+        sketch = self.selector.bytes_per_block(self.block_size, c.num_kv_heads, c.head_dim)
+        layers = sum(c.window(i) is None for i in range(c.num_layers))
+        return slots * self.slot_bytes + layers * seat.sealed * sketch
+
+    def check(self) -> None:
+        """Raise AssertionError unless every slot is in one place (design invariants 1 and 2)."""
+        self.residency.check(len(self._flying))
+
+    def fly(self, tickets: list[Ticket]) -> None:
+        """Submit tickets whose slots are claimed; those the coordinator refuses lose them."""
+        refused = self.coordinator.submit(tickets)
+        for t in refused:
+            at = (t.layer * self.groups + t.group, self.seats[t.request_id].index, t.position)
+            self.residency.slot_of[at] = EMPTY
+            self.pool.give([t.slot])
+        gone = {t.slot for t in refused}
+        self._flying |= {t.key: t for t in tickets if t.slot not in gone}
+
+    def wait(self, keys: Sequence[Key]) -> int:
+        """Wait for these blocks and publish them; returns how many were on their way."""
+        tickets = [self._flying[k] for k in keys if k in self._flying]
+        if tickets:
+            self.coordinator.wait(tickets, WAIT_S)
+            self.arrivals()
+        return len(tickets)
+
+
+from nano_oasis.memory.oasis_view import OasisView  # noqa: E402  (the view needs OasisKV's type)

@@ -1,0 +1,293 @@
+"""One step's attention in the oasis mode: dense rows, shrunk rows, prefill chunks.
+
+Owns: selection by sketch, what is attended to, what is done about a miss, what is asked for next.
+Must not know: admission, sealing, how bytes move.
+
+For each full-attention layer and shrunk row: score the sketches with the row's query, want the best blocks of
+the budget, attend to the best *resident* ones; of the missing ones, wait for all or the heavy ones (by the
+request's miss policy), and order the rest for the next step (predictor `previous`: what this query wants).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from nano_oasis.memory.residency import EMPTY, FLYING
+from nano_oasis.memory.sketch import top_blocks
+from nano_oasis.memory.stream import merge, piece_attention, stream_attention
+from nano_oasis.memory.tickets import NOW, Key, Ticket
+from nano_oasis.request import ScheduledRow
+
+if TYPE_CHECKING:
+    from nano_oasis.memory.oasis_kv import OasisKV, Seat
+
+
+@dataclass
+class _Rows:
+    """Some rows of the step that are attended to together."""
+
+    seats: list[Seat]
+    tokens: Tensor  # [n] indices into the step's T tokens (one per row for decodes)
+    contexts: list[int]  # tokens visible to each row's newest query
+
+    def __post_init__(self) -> None:
+        self.index = torch.tensor([s.index for s in self.seats])  # [n]
+        self.lens = torch.tensor(self.contexts, dtype=torch.int32)
+        self.sealed = torch.tensor([s.sealed for s in self.seats])
+        # Host block of each sealed position, for the sketches; block 0 stands in for the others.
+        width = max(len(s.request.block_table) for s in self.seats)
+        padded = [s.request.block_table + [0] * (width - len(s.request.block_table)) for s in self.seats]
+        self.host_blocks = torch.tensor(padded)  # [n, width] int64
+
+
+class OasisView:
+    """See KVView in dense_kv.py. T tokens, the rows one after another."""
+
+    def __init__(self, kv: OasisKV, rows: Sequence[ScheduledRow]) -> None:
+        self.kv = kv
+        self.size = kv.block_size
+        seats = [kv.seats[r.request.id] for r in rows]
+        counts = torch.tensor([r.num_tokens for r in rows])
+        starts = (counts.cumsum(0) - counts).tolist()
+        position = torch.cat([torch.arange(r.start, r.start + r.num_tokens) for r in rows])
+        self.token_seat = torch.tensor([s.index for s in seats]).repeat_interleave(counts)  # [T]
+        self.token_block, self.token_offset = position // self.size, position % self.size
+        dense: list[tuple[Seat, int, int]] = []
+        sparse: list[tuple[Seat, int, int]] = []
+        self.chunks: list[tuple[Seat, ScheduledRow, slice]] = []
+        for row, seat, at in zip(rows, seats, starts, strict=True):
+            decode = row.num_tokens == 1 and row.start >= len(row.request.prompt_ids)
+            if not decode:
+                self.chunks.append((seat, row, slice(at, at + row.num_tokens)))
+            else:
+                (dense if seat.dense else sparse).append((seat, at, row.start + 1))
+        self.dense, self.sparse = self._group(dense), self._group(sparse)
+
+    @staticmethod
+    def _group(parts: list[tuple[Seat, int, int]]) -> _Rows | None:
+        if not parts:
+            return None
+        return _Rows([p[0] for p in parts], torch.tensor([p[1] for p in parts]), [p[2] for p in parts])
+
+    # --- the model's side --------------------------------------------------------------------------
+    def write(self, layer: int, k: Tensor, v: Tensor) -> None:
+        kv = self.kv
+        for g in range(kv.groups):
+            heads = kv.heads(g) or slice(None)
+            slot = kv.residency.slot_of[layer * kv.groups + g][self.token_seat, self.token_block].long()
+            kv.kernels.write_kv(
+                k[:, heads], v[:, heads], kv.slot_keys, kv.slot_values, slot * self.size + self.token_offset
+            )
+
+    def attend(self, layer: int, q: Tensor, scale: float, window: int | None) -> Tensor:
+        kv = self.kv
+        if self.sparse is not None:
+            kv.coordinator.reached(kv.step, layer)
+            kv.arrivals()
+        out = torch.empty_like(q)
+        parts = out.view(len(q), kv.groups, -1, q.shape[-1])  # [T, groups, Hq / groups, D]
+        queries = q.view(parts.shape)
+        for g in range(kv.groups):
+            plane = layer * kv.groups + g
+            if self.dense is not None:
+                rows = self.dense
+                table = self._table(plane, rows.index, max(rows.contexts))
+                got = self._decode(queries[rows.tokens, g], table, rows.lens, rows.contexts, scale, window)
+                parts[rows.tokens, g] = got
+            if self.sparse is not None:
+                parts[self.sparse.tokens, g] = self._sparse(plane, queries[:, g], scale, window)
+            for chunk in self.chunks:
+                parts[chunk[2], g] = self._chunk(plane, queries[chunk[2], g], *chunk[:2], scale, window)
+        return out
+
+    def _table(self, plane: int, index: Tensor, tokens: int) -> Tensor:
+        return self.kv.residency.slot_of[plane][index, : -(-tokens // self.size)]
+
+    def _decode(
+        self, q: Tensor, table: Tensor, lens: Tensor, contexts: list[int] | None, scale: float,
+        window: int | None = None,
+    ) -> Tensor:  # fmt: skip
+        kv = self.kv
+        out: Tensor = kv.kernels.paged_decode(
+            q, kv.slot_keys, kv.slot_values, table, lens, scale, window, context_list=contexts
+        )
+        return out
+
+    # --- prefill chunks ----------------------------------------------------------------------------
+    def _chunk(
+        self, plane: int, q: Tensor, seat: Seat, row: ScheduledRow, scale: float, window: int | None
+    ) -> Tensor:
+        """q [n, Hq, D] of one row -> [n, Hq, D]; exact, wherever the earlier blocks are."""
+        kv = self.kv
+        end = row.start + row.num_tokens
+        if seat.dense:
+            table = self._table(plane, torch.tensor([seat.index]), end)
+            starts, lens = (
+                torch.tensor([0, len(q)], dtype=torch.int32),
+                torch.tensor([end], dtype=torch.int32),
+            )
+            out: Tensor = kv.kernels.paged_prefill(
+                q, kv.slot_keys, kv.slot_values, table, starts, lens, scale, window,
+                context_list=[end], query_list=[0, len(q)],
+            )  # fmt: skip
+            return out
+        layer, group = divmod(plane, kv.groups)
+        first = row.start // self.size  # earlier blocks are sealed, so the host tier has them
+        slots = kv.residency.slot_of[plane, seat.index, first : -(-end // self.size)].long()
+        keys, values = (
+            x[slots].flatten(0, 1)[: end - first * self.size] for x in (kv.slot_keys, kv.slot_values)
+        )
+        own = piece_attention(q, keys, values, row.start, first * self.size, scale, window)
+        heads = kv.heads(group) or slice(0, kv.config.num_kv_heads)
+        blocks = seat.request.block_table[:first]
+        past = stream_attention(q, row.start, kv.host, layer, heads, blocks, kv.stage, scale, window)
+        return merge(*own, *past)[0].to(q.dtype)
+
+    # --- sparse decode -----------------------------------------------------------------------------
+    def _sparse(self, plane: int, queries: Tensor, scale: float, window: int | None) -> Tensor:
+        """The shrunk rows' queries -> [n, Hq, D], over the best resident blocks of each row's budget."""
+        kv, rows = self.kv, self.sparse
+        assert rows is not None
+        q = queries[rows.tokens]
+        blocks = (rows.lens.long() + self.size - 1) // self.size  # [n], the partial one included
+        at = torch.arange(int(blocks.max()))
+        valid = at < blocks[:, None]  # [n, M]
+        if window is not None:
+            forced = valid & (at * self.size + self.size > rows.lens[:, None] - window)
+            mass = torch.zeros(valid.shape)
+            valid, budget = forced, forced.sum(1)
+        else:
+            o = kv.options
+            forced = valid & ((at < o.sink_blocks) | (at >= blocks[:, None] - o.recent_blocks))
+            mass = self._mass(plane, q, scale, len(at))
+            budget = self._budgets(plane, rows, blocks)
+        count = int(budget.max())
+        within = torch.arange(count) < budget[:, None]  # [n, count]
+        want = self._top(mass, count, forced, valid, within)
+        table = kv.residency.slot_of[plane]
+        held = table[rows.index, : len(at)]  # [n, M]
+        missing = (want >= 0) & (held.gather(1, want.clamp(min=0)) < 0)
+        self._count(want, missing)
+        if missing.any():
+            self._fetch(plane, rows, want, missing, forced, held, mass, now=True)
+            held = table[rows.index, : len(at)]
+        here = held >= 0
+        chosen = self._top(mass, count, forced, valid & here, within)
+        out = self._decode(q, *self._slots(chosen, held, blocks, rows), None, scale, window)
+        used = kv.residency.used_at[plane]
+        used[rows.index[:, None].expand_as(chosen)[chosen >= 0], chosen[chosen >= 0]] = kv.step
+        if window is None and kv.options.predictor != "current":
+            missing = (want >= 0) & (held.gather(1, want.clamp(min=0)) == EMPTY)
+            if missing.any():
+                self._fetch(plane, rows, want, missing, forced, held, mass, now=False)
+        return out
+
+    def _budgets(self, plane: int, rows: _Rows, blocks: Tensor) -> Tensor:
+        if plane // self.kv.groups < self.kv.options.dense_layers:
+            return blocks
+        return torch.minimum(torch.tensor([s.budget for s in rows.seats]), blocks)
+
+    def _mass(self, plane: int, q: Tensor, scale: float, width: int) -> Tensor:
+        """Estimated attention mass of every sealed block, [n, M] fp32; 0 for the others."""
+        kv, rows = self.kv, self.sparse
+        assert rows is not None
+        layer, group = divmod(plane, kv.groups)
+        table, heads = rows.host_blocks[:, :width], kv.heads(group) or slice(None)
+        sketch = {name: slab[table][:, :, heads] for name, slab in kv.sketches[layer].items()}
+        valid = torch.arange(width) < rows.sealed[:, None]
+        return kv.selector.score(q, sketch, scale, valid).mean(1)
+
+    @staticmethod
+    def _top(mass: Tensor, count: int, forced: Tensor, valid: Tensor, within: Tensor) -> Tensor:
+        """[n, count] block positions, best first; -1 beyond a row's own budget or where there is none."""
+        best = top_blocks(mass[:, None], count, forced & valid, valid)[:, 0]
+        return best.masked_fill(~within[:, : best.shape[1]], -1)
+
+    def _slots(self, chosen: Tensor, held: Tensor, blocks: Tensor, rows: _Rows) -> tuple[Tensor, Tensor]:
+        """Chosen positions -> (slot table [n, count] int32, tokens [n] int32), the partial block last."""
+        order = chosen.masked_fill(chosen < 0, 2**31 - 1).sort(1).values
+        count = (chosen >= 0).sum(1)  # [n]
+        table = held.gather(1, order.clamp(max=held.shape[1] - 1))
+        tail = rows.lens.long() - (blocks - 1) * self.size  # tokens in the newest block, always chosen
+        return table, ((count - 1) * self.size + tail).int()
+
+    def _count(self, want: Tensor, missing: Tensor) -> None:
+        stats = self.kv.stats
+        misses = int(missing.sum())
+        stats.hits += int((want >= 0).sum()) - misses
+        stats.misses += misses
+
+    # --- fetching ----------------------------------------------------------------------------------
+    def _fetch(
+        self, plane: int, rows: _Rows, want: Tensor, missing: Tensor, forced: Tensor, held: Tensor,
+        mass: Tensor, now: bool,
+    ) -> None:  # fmt: skip
+        """Order missing blocks: those waited for (`now`), or for the next step, within the admission cap."""
+        kv = self.kv
+        flying = held.gather(1, want.clamp(min=0)) == FLYING
+        if now:
+            heavy = mass.gather(1, want.clamp(min=0)) > kv.options.repair_threshold
+            policy = [self._policy(s) for s in rows.seats]
+            ask = missing & torch.tensor([p != "skip" for p in policy])[:, None]
+            ask &= heavy | torch.tensor([p == "wait" for p in policy])[:, None]
+        else:
+            ask = missing & ~flying
+            ask &= ask.cumsum(1) <= kv.options.admission_cap
+        fresh = ask & ~flying
+        if fresh.any():
+            kv.fly(self._claim(plane, rows, want, fresh, forced, held, mass, now))
+        if now:
+            keys = [self._key(plane, rows.seats[i], int(want[i, j])) for i, j in ask.nonzero().tolist()]
+            arrived = kv.wait(keys)
+            kv.stats.fetched_now += arrived
+            kv.stats.skipped += int(missing.sum()) - arrived
+
+    def _key(self, plane: int, seat: Seat, position: int) -> Key:
+        return (seat.request.id, seat.generation, *divmod(plane, self.kv.groups), position)
+
+    def _policy(self, seat: Seat) -> str:
+        if seat.cold or self.kv.options.predictor == "current":
+            return "wait"
+        return seat.request.miss_policy or self.kv.options.miss_policy
+
+    def _claim(
+        self, plane: int, rows: _Rows, want: Tensor, ask: Tensor, forced: Tensor, held: Tensor, mass: Tensor,
+        now: bool,
+    ) -> list[Ticket]:  # fmt: skip
+        """A slot for each asked block: a free one under the row's cap, else that of its oldest unwanted."""
+        kv, (layer, group) = self.kv, divmod(plane, self.kv.groups)
+        table = kv.residency.slot_of[plane]
+        wanted = torch.zeros(held.shape, dtype=torch.bool)
+        wanted.scatter_(1, want.clamp(min=0), True)  # position 0 is the sink: forced anyway
+        evictable = (held >= 0) & ~forced & ~wanted
+        age = kv.residency.used_at[plane][rows.index, : held.shape[1]].masked_fill(~evictable, 2**31 - 1)
+        most = min(int(ask.sum(1).max()), held.shape[1])
+        victims = age.topk(most, dim=1, largest=False)
+        choices = victims.indices.masked_fill(victims.values == 2**31 - 1, -1).tolist()
+        resident = ((held >= 0) | (held == FLYING)).sum(1).tolist()
+        tickets = []
+        for i, j in ask.nonzero().tolist():
+            seat, position = rows.seats[i], int(want[i, j])
+            if resident[i] < int(seat.caps[plane]) and kv.pool.num_free > 0:
+                slot = kv.pool.take(1)[0]
+                resident[i] += 1
+            elif choices[i] and choices[i][0] >= 0:
+                victim = choices[i].pop(0)
+                slot = int(table[seat.index, victim])
+                table[seat.index, victim] = EMPTY
+            else:
+                continue
+            table[seat.index, position] = FLYING
+            tickets.append(
+                Ticket(
+                    seat.request.id, seat.generation, layer, group, position,
+                    seat.request.block_table[position], slot, kv.slot_bytes,
+                    NOW if now else kv.step + 1, float(mass[i, position]),
+                )
+            )  # fmt: skip
+        return tickets
