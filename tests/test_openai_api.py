@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import math
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ from fake_engine import EOS, ByteTokenizer
 
 from nano_oasis import openai_api as api
 from nano_oasis.openai_api.parse import NOT_SUPPORTED
+from nano_oasis.openai_api.render import finite
 from nano_oasis.request import RequestError, SamplingParams, TokenEvent, TokenLogprob
 
 TOKENIZER: Any = ByteTokenizer()
@@ -238,6 +240,16 @@ def test_cached_tokens_are_those_of_each_prompts_first_choice() -> None:
         "total_tokens": 18,
         "prompt_tokens_details": {"cached_tokens": 4},
     }
+
+
+def test_b060_only_finite_logprobs_leave() -> None:
+    assert [finite(x) for x in (-1.5, 0.0, -math.inf, math.nan, -1e9)] == [
+        -1.5,
+        0.0,
+        -9999.0,
+        -9999.0,
+        -9999.0,
+    ]
 
 
 def test_error_shape() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import threading
 import time
@@ -45,6 +46,35 @@ def test_b030_disconnect_aborts(live: LiveServer, path: str, when: str) -> None:
     live.model.delay = 0.0
     if when != "before the first chunk":  # there it may leave before it was submitted
         assert metric(live, 'request_success_total{finished_reason="abort"') == before + 10
+
+
+def test_b031_disconnects_while_encoding_and_while_queued(
+    live: LiveServer, own: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def slow(*_: Any, **__: Any) -> list[int]:
+        reached.set()
+        await asyncio.sleep(0.2)
+        return [1]
+
+    reached = threading.Event()
+    received = metric(live, "request_received_total")
+    monkeypatch.setattr(live.engine, "encode", slow)
+    with raw_request(live, COMPLETIONS, completion(max_tokens=200)):
+        assert reached.wait(5)
+    time.sleep(0.4)
+    assert metric(live, "request_received_total") == received, "it was gone before it was submitted"
+    monkeypatch.undo()
+
+    narrow = own(max_num_seqs=1)
+    narrow.model.delay = 0.02
+    running = raw_request(narrow, COMPLETIONS, completion(max_tokens=200))
+    until(lambda: metric(narrow, "num_requests_running") == 1)
+    with raw_request(narrow, COMPLETIONS, completion("queued", max_tokens=200)):
+        until(lambda: metric(narrow, "num_requests_waiting") == 1)
+    until(lambda: metric(narrow, "num_requests_waiting") == 0)
+    assert metric(narrow, "num_requests_running") == 1
+    running.close()
+    until(lambda: narrow.engine.idle)
 
 
 def test_b030_a_request_id_of_the_client_names_nothing(live: LiveServer) -> None:
