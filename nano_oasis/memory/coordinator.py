@@ -20,7 +20,7 @@ from dataclasses import dataclass
 
 from nano_oasis.memory.clock import Clock, RealClock
 from nano_oasis.memory.link import Link
-from nano_oasis.memory.tickets import Deadline, State, Ticket, TicketBook
+from nano_oasis.memory.tickets import NOW, Deadline, State, Ticket, TicketBook
 
 log = logging.getLogger(__name__)
 
@@ -35,7 +35,8 @@ class PrefetchStats:
     completed: int = 0
     failed: int = 0
     cancelled: int = 0
-    late: int = 0  # completed after the step thread had reached their deadline
+    retried: int = 0  # of a failed batch, and then copied alone
+    late: int = 0  # completed after the step thread had reached their deadline; not for step=NOW
     bytes: int = 0  # of completed tickets
     exposed_s: float = 0.0  # the step thread stood still for so long in wait()
     bandwidth: float = 0.0  # bytes per second while the link is busy, over the last 50 batches or so
@@ -78,6 +79,7 @@ class PrefetchCoordinator:
     ) -> None:
         self._link = link
         self._clock = clock or RealClock()
+        self._lanes: list[asyncio.Task[None]] = []
         self._book = TicketBook(max_tickets, max_bytes)
         self._batch_bytes = batch_bytes
         self._stats = PrefetchStats()
@@ -204,7 +206,7 @@ class PrefetchCoordinator:
             with self._changed:
                 batch = self._book.take(self._batch_bytes)
                 self._stats.enqueued += len(batch)
-                self._idle = not batch
+                self._idle = self._idle or not batch
                 if not batch and self._state != "running":
                     return
             if batch:
@@ -222,9 +224,10 @@ class PrefetchCoordinator:
             error = None
         except Exception as failure:
             error = f"{type(failure).__name__}: {failure}"
-            log.warning("a copy of %d blocks of layer %d failed: %s", len(batch), batch[0].layer, error)
+            log.debug("a copy of %d blocks of layer %d failed: %s", len(batch), batch[0].layer, error)
             if len(batch) > 1:
                 batch, alone = [], batch
+                self._stats.retried += len(alone)
                 for ticket in alone:
                     await self._copy([ticket])
         finally:
@@ -238,7 +241,7 @@ class PrefetchCoordinator:
             else:
                 size = sum(t.nbytes for t in batch)
                 self._stats.completed += len(batch)
-                self._stats.late += sum(t.deadline <= self._reached for t in batch)
+                self._stats.late += sum(t.step > NOW and t.deadline <= self._reached for t in batch)
                 self._stats.bytes += size
             self._meter.end(self._clock.now(), 0 if error else size)
             self._clock.notify(self._changed)
@@ -249,7 +252,10 @@ class PrefetchCoordinator:
 
     def _ended(self) -> None:
         """The loop is over, by stop() or by accident: nobody may wait for it any more."""
-        self._link.close()  # nothing writes after this
+        try:
+            self._link.close()  # nothing writes after this
+        except Exception:
+            log.exception("the prefetch link could not be closed")
         with self._changed:
             if self._state == "running":
                 self._state = "dead"

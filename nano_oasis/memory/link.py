@@ -70,7 +70,7 @@ class BlockMover:
     def __call__(self, layer: int, tickets: Sequence[Ticket]) -> None:
         """One load_into per head group present. The index tensors are fresh: nobody rewrites them."""
         groups: dict[int, list[Ticket]] = {}
-        for ticket in tickets:
+        for ticket in sorted(tickets, key=lambda t: t.host_block):  # neighbours travel as one copy
             groups.setdefault(ticket.group, []).append(ticket)
         with torch.inference_mode():  # per thread, and this may be a worker's
             for group, members in groups.items():
@@ -147,6 +147,8 @@ class SimulatedLink:
     ) -> None:
         if lanes < 1 or bandwidth <= 0:
             raise ValueError(f"lanes must be at least 1 and bandwidth above 0, got {lanes} and {bandwidth}")
+        if not (0 <= delay_rate <= 1 and 0 <= failure_rate <= 1):
+            raise ValueError(f"delay_rate {delay_rate} and failure_rate {failure_rate} must be from 0 to 1")
         self.lanes, self.bandwidth, self.latency_s = lanes, bandwidth, latency_s
         self.delay_rate, self.delay_s, self.failure_rate = delay_rate, delay_s, failure_rate
         self.broken: set[int] = set()

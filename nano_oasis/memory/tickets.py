@@ -12,13 +12,15 @@ Must not know: torch, threads, how bytes move, or why a block is wanted.
 from __future__ import annotations
 
 import enum
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 Key = tuple[int, int, int, int, int]
 Deadline = tuple[int, int]
-URGENT: Deadline = (-1, -1)  # sorts before every real deadline
+NOW = -1  # the `step` of a ticket that is due at once
+PROMOTED: Deadline = (NOW, -1)  # sorts before every other deadline
 
 
 class State(enum.Enum):
@@ -36,7 +38,8 @@ class Ticket:
 
     From submit until the ticket comes back the host block must not change and the slot belongs to the
     ticket: nobody reads it, nobody reuses it. `step` and `layer` are the deadline: the copy should be done
-    when that step reaches that layer. `priority` is the attention mass the block is expected to receive.
+    when that step reaches that layer. step=NOW is for repairs: due at once, before all prefetches.
+    `priority` is the attention mass the block is expected to receive.
     """
 
     request_id: int
@@ -88,11 +91,11 @@ class TicketBook:
     max_tickets: int
     max_bytes: int
     num_bytes: int = field(init=False, default=0)
-    _by_key: dict[Key, Ticket] = field(init=False, default_factory=dict)
-    _by_slot: dict[int, Ticket] = field(init=False, default_factory=dict)
-    _by_request: dict[int, dict[Key, Ticket]] = field(init=False, default_factory=dict)
-    # WAITING tickets by deadline. All of a bucket are of one layer, except in the urgent one.
-    _waiting: dict[Deadline, dict[Key, Ticket]] = field(init=False, default_factory=dict)
+    _by_slot: dict[int, Ticket] = field(init=False, default_factory=dict)  # every ticket of the book
+    _keys: set[Key] = field(init=False, default_factory=set)
+    _per_request: Counter[int] = field(init=False, default_factory=Counter)
+    # WAITING, by deadline: all of a list are of one layer, except the promoted ones.
+    _waiting: dict[Deadline, list[Ticket]] = field(init=False, default_factory=dict)
     _finished: list[Ticket] = field(init=False, default_factory=list)
 
     def __post_init__(self) -> None:
@@ -103,11 +106,11 @@ class TicketBook:
             )
 
     def __len__(self) -> int:
-        return len(self._by_key)
+        return len(self._by_slot)
 
     def in_flight(self, request_id: int | None = None) -> int:
         """Tickets submitted and not collected, of one request or of all."""
-        return len(self._by_key if request_id is None else self._by_request.get(request_id, ()))
+        return len(self) if request_id is None else self._per_request[request_id]
 
     # --- into the book ------------------------------------------------------------------------
     def submit(self, tickets: Sequence[Ticket]) -> list[Ticket]:
@@ -119,31 +122,30 @@ class TicketBook:
         self._check(tickets)
         refused = []
         for ticket in sorted(tickets, key=_urgency):
-            if len(self) >= self.max_tickets or self.num_bytes + ticket.nbytes > self.max_bytes:
+            if len(self._by_slot) >= self.max_tickets or self.num_bytes + ticket.nbytes > self.max_bytes:
                 refused.append(ticket)
                 continue
-            key = ticket.key
-            self._by_key[key] = self._by_slot[ticket.slot] = ticket
-            self._by_request.setdefault(ticket.request_id, {})[key] = ticket
-            self._waiting.setdefault(ticket.deadline, {})[key] = ticket
+            self._by_slot[ticket.slot] = ticket
+            self._keys.add(ticket.key)
+            self._per_request[ticket.request_id] += 1
             self.num_bytes += ticket.nbytes
+            self._waiting.setdefault(ticket.deadline, []).append(ticket)
             ticket.state = State.WAITING
         return refused
 
     def _check(self, tickets: Sequence[Ticket]) -> None:
-        keys: set[Key] = set()
-        slots: set[int] = set()
         for t in tickets:
             if t.state is not State.NEW:
                 raise ValueError(f"{t} was submitted before; make a new ticket")
             if not 0 < t.nbytes <= self.max_bytes:
                 raise ValueError(f"{t} can never be taken: nbytes must be 1 to max_bytes ({self.max_bytes})")
-            if t.key in self._by_key or t.key in keys:
-                raise ValueError(f"{t}: this block is already on its way; wait for that ticket")
-            if t.slot in self._by_slot or t.slot in slots:
-                raise ValueError(f"{t}: slot {t.slot} is the destination of another outstanding ticket")
-            keys.add(t.key)
-            slots.add(t.slot)
+        keys, slots = {t.key for t in tickets}, {t.slot for t in tickets}
+        if len(keys) < len(tickets) or not keys.isdisjoint(self._keys):
+            twice = [key for key in keys if key in self._keys] or "some key given twice"
+            raise ValueError(f"blocks already on their way: {twice}; wait for their tickets")
+        if len(slots) < len(tickets) or not slots.isdisjoint(self._by_slot):
+            taken = [slot for slot in slots if slot in self._by_slot] or "some slot given twice"
+            raise ValueError(f"slots that are the destination of another ticket: {taken}; take free ones")
 
     # --- towards the link ---------------------------------------------------------------------
     def take(self, max_bytes: int) -> list[Ticket]:
@@ -154,70 +156,64 @@ class TicketBook:
         if not self._waiting:
             return []
         deadline = min(self._waiting)
-        bucket = self._waiting[deadline]
-        order = sorted(bucket.values(), key=_urgency)
+        order = sorted(self._waiting[deadline], key=_urgency)
         batch: list[Ticket] = []
-        total = 0
+        size = 0
         for ticket in order:
-            if ticket.layer != order[0].layer:
-                continue
-            total += ticket.nbytes
-            if batch and total > max_bytes:
+            size += ticket.nbytes
+            if batch and (size > max_bytes or ticket.layer != batch[0].layer):
                 break
             batch.append(ticket)
-        for ticket in batch:
-            del bucket[ticket.key]
             ticket.state = State.ENQUEUED
-        if not bucket:
+        self._waiting[deadline] = order[len(batch) :]
+        if len(batch) == len(order):
             del self._waiting[deadline]
         return batch
 
     def promote(self, tickets: Iterable[Ticket]) -> None:
         """Serve these next: somebody is standing still until they are there."""
-        for ticket in tickets:
-            if ticket.state is State.WAITING and ticket.key not in self._waiting.get(URGENT, ()):
-                self._unqueue(ticket)
-                self._waiting.setdefault(URGENT, {})[ticket.key] = ticket
+        urgent = [t for t in tickets if t.state is State.WAITING]
+        if urgent:
+            self._unqueue(urgent)
+            self._waiting.setdefault(PROMOTED, []).extend(urgent)
 
-    def _unqueue(self, ticket: Ticket) -> None:
-        for deadline in (ticket.deadline, URGENT):
-            bucket = self._waiting.get(deadline, {})
-            if bucket.pop(ticket.key, None) and not bucket:
-                del self._waiting[deadline]
+    def _unqueue(self, tickets: Sequence[Ticket]) -> None:
+        gone = set(tickets)
+        left = {d: [t for t in waiting if t not in gone] for d, waiting in self._waiting.items()}
+        self._waiting = {d: waiting for d, waiting in left.items() if waiting}
 
     # --- out of the book ----------------------------------------------------------------------
-    def finish(self, tickets: Iterable[Ticket], error: str | None = None) -> None:
+    def finish(self, tickets: Sequence[Ticket], error: str | None = None) -> None:
         """The link is done with these ENQUEUED tickets: COMPLETED, or FAILED with `error`."""
         for ticket in tickets:
             if ticket.state is not State.ENQUEUED:
                 raise AssertionError(f"{ticket} is {ticket.state.value}, only enqueued tickets can finish")
             ticket.state, ticket.error = (State.FAILED, error) if error else (State.COMPLETED, None)
-            self._finished.append(ticket)
+        self._finished += tickets
 
     def cancel(self, request_id: int | None, why: str) -> list[Ticket]:
         """End the WAITING tickets of a request (None = of all); those ENQUEUED go on. Returns the ended."""
-        of = self._by_key if request_id is None else self._by_request.get(request_id, {})
-        ended = [t for t in of.values() if t.state is State.WAITING]
+        ended = [t for of in self._waiting.values() for t in of if request_id in (None, t.request_id)]
         for ticket in ended:
-            self._unqueue(ticket)
             ticket.state, ticket.error = State.CANCELLED, why
+        self._unqueue(ended)
         self._finished += ended
         return ended
 
     def enqueued(self) -> list[Ticket]:
         """Those the link has now."""
-        return [t for t in self._by_key.values() if t.state is State.ENQUEUED]
+        return [t for t in self._by_slot.values() if t.state is State.ENQUEUED]
 
     def collect(self) -> list[Ticket]:
         """Finished tickets not yet handed out, oldest first; they leave the book."""
         finished, self._finished = self._finished, []
         for ticket in finished:
-            del self._by_key[ticket.key], self._by_slot[ticket.slot]
-            of = self._by_request[ticket.request_id]
-            del of[ticket.key]
-            if not of:
-                del self._by_request[ticket.request_id]
+            del self._by_slot[ticket.slot]
+            self._keys.remove(ticket.key)
             self.num_bytes -= ticket.nbytes
+            self._per_request[ticket.request_id] -= 1
+            if not self._per_request[ticket.request_id]:
+                del self._per_request[ticket.request_id]
         return finished
 
 

@@ -1,0 +1,124 @@
+"""What the prefetch tests share: a watchdog, a small host tier and pool, links that tests hold still."""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+import sys
+import threading
+import traceback
+
+import torch
+
+from nano_oasis.memory.link import BlockMover, LinkError
+from nano_oasis.memory.tickets import Ticket
+
+LAYERS, BLOCKS, SLOTS, SIZE, HEADS, DIM = 6, 12, 24, 2, 2, 4
+POISON = -1.0  # what a slot holds that nobody may have written to
+NBYTES = 2 * 4 * SIZE * HEADS * DIM  # keys and values of one block, one layer, fp32
+
+
+def watchdog(seconds: float = 30.0):
+    """The test runs on a thread of its own; a hang is a failure that shows where everyone stands."""
+
+    def decorate(test):
+        @functools.wraps(test)
+        def run(*args, **kwargs):
+            raised: list[BaseException] = []
+
+            def body() -> None:
+                try:
+                    test(*args, **kwargs)
+                except BaseException as error:
+                    raised.append(error)
+
+            thread = threading.Thread(target=body, daemon=True)
+            thread.start()
+            thread.join(seconds)
+            if thread.is_alive():
+                stacks = ["".join(traceback.format_stack(f)) for f in sys._current_frames().values()]
+                raise AssertionError(f"still running after {seconds} s:\n" + "\n---\n".join(stacks))
+            if raised:
+                raise raised[0]
+
+        return run
+
+    return decorate
+
+
+class FakeHost:
+    """A host tier of random blocks [L, N, B, H, D] that copies plainly. `broken` blocks cannot be read."""
+
+    def __init__(self, seed: int = 0, layers: int = LAYERS, blocks: int = BLOCKS) -> None:
+        self.random = torch.Generator().manual_seed(seed)
+        self.keys, self.values = (self.fresh(layers, blocks) for _ in range(2))
+        self.broken: set[int] = set()
+        self.batches: list[tuple[int, list[int]]] = []
+
+    def fresh(self, *shape: int) -> torch.Tensor:
+        return torch.randn(*shape, SIZE, HEADS, DIM, generator=self.random)
+
+    def load_into(self, layer, blocks, slots, slot_keys, slot_values, heads=None):
+        self.batches.append((layer, blocks.tolist()))
+        if self.broken.intersection(blocks.tolist()):
+            raise OSError(f"cannot read one of the blocks {blocks.tolist()}")
+        part = heads or slice(None)
+        slot_keys.index_copy_(0, slots, self.keys[layer, blocks][:, :, part])
+        slot_values.index_copy_(0, slots, self.values[layer, blocks][:, :, part])
+
+
+class World:
+    """Host, pool and the mover between them."""
+
+    def __init__(self, seed: int = 0, slots: int = SLOTS) -> None:
+        self.host = FakeHost(seed)
+        self.keys = torch.full((slots, SIZE, HEADS, DIM), POISON)
+        self.values = self.keys.clone()
+        self.move = BlockMover(self.host, self.keys, self.values)
+
+    def holds(self, ticket: Ticket) -> bool:
+        """The slot holds exactly the block's bytes."""
+        at = ticket.layer, ticket.host_block
+        return torch.equal(self.keys[ticket.slot], self.host.keys[at]) and torch.equal(
+            self.values[ticket.slot], self.host.values[at]
+        )
+
+    def untouched(self, slot: int) -> bool:
+        return bool((self.keys[slot] == POISON).all() and (self.values[slot] == POISON).all())
+
+
+class GateLink:
+    """A copy ends when the test opens its layer's gate, and not before. For the virtual clock."""
+
+    def __init__(self, move: BlockMover | None = None, lanes: int = 1) -> None:
+        self.lanes, self.move = lanes, move
+        self.gates = [asyncio.Event() for _ in range(LAYERS)]
+        self.started: list[Ticket] = []
+        self.closed = False
+
+    def fence(self):
+        return None
+
+    async def copy(self, layer, tickets):
+        self.started += tickets
+        await self.gates[layer].wait()
+        if self.move:
+            self.move(layer, tickets)
+
+    def close(self):
+        self.closed = True
+
+
+class BrokenLink(GateLink):
+    """Every copy fails at once."""
+
+    async def copy(self, layer, tickets):
+        self.started += tickets
+        raise LinkError("no such luck")
+
+
+def make_ticket(slot: int = 0, **changes) -> Ticket:
+    """Block `slot` into slot `slot`, layer 0, due at step 1, unless `changes` says otherwise."""
+    fields = {"request_id": 1, "generation": 0, "layer": 0, "group": 0, "position": slot, "step": 1}
+    fields |= {"host_block": slot % BLOCKS, "slot": slot, "nbytes": NBYTES}
+    return Ticket(**(fields | changes))
