@@ -179,5 +179,6 @@ class AsyncEngine:
     async def shutdown(self, timeout: float = 0.0) -> None:
         """Refuse new requests, let running ones finish for `timeout` seconds, abort the rest."""
         if self._engine is not None:
-            await self._off_loop(self._engine.stop, timeout)
+            loop = asyncio.get_running_loop()  # not our workers: a second call finds them gone
+            await loop.run_in_executor(None, self._engine.stop, timeout)
         self._workers.shutdown(wait=False)

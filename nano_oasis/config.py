@@ -13,6 +13,8 @@ import re
 from dataclasses import dataclass, field
 from typing import Any, get_args, get_type_hints
 
+from nano_oasis.request import KV_MODES, MISS_POLICIES
+
 _UNITS = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
 _UNITS |= {"KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "TIB": 2**40}
 _UNITS |= {"K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
@@ -134,6 +136,42 @@ class EngineConfig:
         None, "KV blocks on the device; overrides --device-kv-memory", low=1, high=2**31 - 1
     )
     enable_prefix_caching: bool = _opt(True, "reuse the KV of shared prompt prefixes")
+    kv_mode: str = _opt(
+        "dense", "dense: all KV on the device; oasis: all in host memory, a working set on the device",
+        choices=KV_MODES,
+    )  # fmt: skip
+    host_kv_memory: int | str | None = _opt(None, "oasis: bytes (or '8GiB') of KV in host memory", bytes=True)
+    host_kv_path: str | None = _opt(None, "oasis: file or folder that holds the host KV instead of memory")
+    host_kv_format: str = _opt("auto", "oasis: auto = as the model; int8", choices=("auto", "int8"))
+    kv_budget: int = _opt(2048, "oasis: tokens attention reads per layer under pressure", low=1, high=2**24)
+    selector: str = _opt(
+        "twobit", "oasis: key sketch that ranks blocks",
+        choices=("exact", "mean", "minmax", "sign1", "twobit", "fourbit"),
+    )  # fmt: skip
+    predictor: str = _opt(
+        "previous", "oasis: what is prefetched; current = nothing, misses are waited for",
+        choices=("previous", "current"),
+    )  # fmt: skip
+    miss_policy: str = _opt(
+        "repair", "oasis: a wanted block that is late: wait for it, for the heavy ones only, or skip it",
+        choices=MISS_POLICIES,
+    )  # fmt: skip
+    repair_threshold: float = _opt(0.02, "oasis: repair waits above this share of the mass", low=0, high=1)
+    sink_blocks: int = _opt(1, "oasis: first blocks, always read", low=0, high=1024)
+    recent_blocks: int = _opt(4, "oasis: newest blocks, always read", low=1, high=1024)
+    dense_layers: int = _opt(0, "oasis: first layers that keep and read everything", low=0, high=1024)
+    buffer_factor: float = _opt(1.25, "oasis: blocks kept on the device per block read", low=1, high=16)
+    admission_cap: int | None = _opt(
+        None, "oasis: blocks prefetched per request, layer and step; default: what the link can bring",
+        low=0, high=65536,
+    )  # fmt: skip
+    head_groups: int = _opt(1, "oasis: block choices per layer; must divide the KV heads", low=1, high=1024)
+    audit_every: int = _opt(
+        0, "oasis: steps between checks of true mass recall; 0 = never", low=0, high=2**31
+    )
+    audit_recall: float = _opt(
+        0.0, "oasis: a request audited below this recall has its budget raised", low=0, high=1
+    )
     chat_template: str | None = _opt(None, "file with a chat template that replaces the model's")
     stall_timeout: float = _opt(120.0, "seconds without progress before health turns bad", low=1, high=86400)
 
@@ -146,6 +184,12 @@ class EngineConfig:
                 f"max_num_batched_tokens ({self.max_num_batched_tokens}) must be at least max_num_seqs "
                 f"({self.max_num_seqs}): every running request decodes one token per step"
             )
+        if self.kv_mode != "oasis":
+            for f in dataclasses.fields(self):
+                if f.metadata["help"].startswith("oasis:") and getattr(self, f.name) != f.default:
+                    raise ConfigError(f"{f.name}: needs kv_mode=oasis, this engine is {self.kv_mode}")
+        if self.audit_recall and not self.audit_every:
+            raise ConfigError("audit_recall: needs audit_every, or nothing is ever audited")
 
     @staticmethod
     def _check(name: str, value: Any, hint: Any, meta: Any) -> None:
@@ -180,22 +224,6 @@ class EngineConfig:
 
 
 @dataclass(frozen=True)
-class OasisConfig:
-    """How the oasis mode shares the device. Blocks and steps, not bytes; see docs/11-tiers.md."""
-
-    kv_budget: int = 2048  # tokens attention reads per layer once a request is shrunk; tail included
-    predictor: str = "previous"  # what is prefetched; current = nothing, all misses are waited for
-    miss_policy: str = "repair"  # wait, repair or skip
-    repair_threshold: float = 0.02  # repair fetches now what would get more than this share of the mass
-    sink_blocks: int = 1
-    recent_blocks: int = 4  # the block being written included
-    dense_layers: int = 0  # first layers that keep and read everything
-    buffer_factor: float = 1.25  # blocks kept on the device per block read
-    admission_cap: int = 4  # blocks prefetched per request, layer and step
-    head_groups: int = 1  # choices per layer; the number of KV heads = one per head
-
-
-@dataclass(frozen=True)
 class EngineInfo:
     """What a start-up line says."""
 
@@ -207,3 +235,5 @@ class EngineInfo:
     kv_tokens: int
     kv_bytes: int
     max_model_len: int
+    kv_mode: str = "dense"
+    host_kv_bytes: int = 0

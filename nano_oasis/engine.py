@@ -17,11 +17,11 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from nano_oasis.config import EngineInfo, ModelConfig
+from nano_oasis.door import check_device, longest
 from nano_oasis.metrics import Metrics
 from nano_oasis.request import (
     EngineDead,
     Request,
-    RequestError,
     SampledToken,
     SamplingParams,
     ScheduledRow,
@@ -63,6 +63,7 @@ class Engine:
         seed: int | None = None,
         stall_timeout: float = 120.0,
         deliver: Deliver = call_sinks,
+        on_stop: Callable[[], None] = lambda: None,
     ) -> None:
         self.runner = runner
         self.scheduler = scheduler
@@ -71,6 +72,7 @@ class Engine:
         self.info = info
         self.metrics = metrics
         self.deliver = deliver
+        self._on_stop = on_stop  # after the last step: closes what the step thread used
         self.end_ids = frozenset(model_config.eos_token_ids) | tokenizer.eos_ids
         self._seeds: random.Random = random.Random(seed) if seed is not None else random.SystemRandom()
         self._stall_timeout = stall_timeout
@@ -88,7 +90,7 @@ class Engine:
 
     def submit(self, prompt_ids: Sequence[int], params: SamplingParams, sink: Sink) -> Submission:
         """Queue a prompt; `sink` gets its events. Raises RequestError if it can never run, EngineDead."""
-        max_len = self._check(prompt_ids, params)
+        max_len = longest(prompt_ids, params, self.info.max_model_len, self.model_config.vocab_size)
         seed = params.seed if params.seed is not None else self._seeds.getrandbits(63)
         ends = frozenset() if params.ignore_eos else self.end_ids
         requests = []
@@ -98,6 +100,7 @@ class Engine:
                 self.tokenizer, prompt_ids, params.stop or (), params.skip_special_tokens
             )
             requests.append(request)
+            check_device(request, self.scheduler.device)
         # The other choices wait for the first one's prefill and then find it in the prefix cache.
         requests[0].siblings = requests[1:]
         with self._wake:
@@ -139,23 +142,6 @@ class Engine:
             self._wake.notify_all()
         if self._thread.is_alive():
             self._thread.join(timeout=30)
-
-    def _check(self, prompt_ids: Sequence[int], params: SamplingParams) -> int:
-        """The most tokens prompt plus output may reach. Refuses here what could never run."""
-        limit, vocab = self.info.max_model_len, self.model_config.vocab_size
-        if not prompt_ids:
-            raise RequestError("prompt must have at least one token", "prompt")
-        room = 0 if params.max_tokens == 0 else 1
-        if len(prompt_ids) + room > limit:
-            raise RequestError(
-                f"prompt has {len(prompt_ids)} tokens, but the context limit is {limit} tokens"
-                " for prompt and output together",
-                "prompt",
-            )
-        for i in prompt_ids:
-            if not isinstance(i, int) or isinstance(i, bool) or not 0 <= i < vocab:
-                raise RequestError(f"prompt token ids must be between 0 and {vocab - 1}, got {i!r}", "prompt")
-        return limit if params.max_tokens is None else min(limit, len(prompt_ids) + params.max_tokens)
 
     # --- the step thread ----------------------------------------------------------------------
     def _loop(self) -> None:
@@ -326,6 +312,7 @@ class Engine:
                 self._count_finished(request)
         self._flush()
         self.metrics.step(0, 0, 0, self.info.num_blocks, 0, 0, 0.0)
+        self._on_stop()
 
     def _count(self, rows: list[ScheduledRow], preempted: int, seconds: float) -> None:
         prompt = sum(min(r.num_tokens, max(len(r.request.prompt_ids) - r.start, 0)) for r in rows)

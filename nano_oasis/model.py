@@ -7,7 +7,7 @@ Owns: weights and the arithmetic of a layer. The families differ only in ModelCo
     | mistral      | no            | no       | no                 | all     | silu       | 1           |
     | qwen2        | yes           | no       | no                 | some    | silu       | 1           |
     | qwen3        | config        | yes      | no                 | some    | silu       | 1           |
-    | gemma3       | no            | yes      | yes                | 5 of 6  | gelu_tanh  | sqrt(H)     |
+    | gemma3       | config        | yes      | yes                | 5 of 6  | gelu_tanh  | sqrt(H)     |
 
 Must not know: requests, sampling, files. What to attend to is an argument, never a global.
 """

@@ -16,6 +16,8 @@ from typing import Any
 MAX_STOP_STRINGS = 16
 MAX_LOGPROBS = 20
 MAX_N = 128
+KV_MODES = ("dense", "oasis")
+MISS_POLICIES = ("wait", "repair", "skip")
 
 
 class RequestError(ValueError):
@@ -52,6 +54,9 @@ class SamplingParams:
     logprobs: int | None = None  # alternatives per output token, 0..20; None = off
     prompt_logprobs: int | None = None  # the same for prompt tokens
     skip_special_tokens: bool = True
+    kv_mode: str | None = None  # dense or oasis; None = the engine's. The rest: kv_mode=oasis only
+    kv_budget: int | None = None  # tokens attention reads per layer under pressure
+    miss_policy: str | None = None  # wait, repair or skip
 
     def __post_init__(self) -> None:
         self._number("temperature", 0.0, 100.0)
@@ -64,6 +69,9 @@ class SamplingParams:
         self._integer("min_tokens", 0, 2**31 - 1)
         self._integer("logprobs", 0, MAX_LOGPROBS, optional=True)
         self._integer("prompt_logprobs", 0, MAX_LOGPROBS, optional=True)
+        self._integer("kv_budget", 1, 2**24, optional=True)
+        self._choice("kv_mode", KV_MODES)
+        self._choice("miss_policy", MISS_POLICIES)
         for name in ("ignore_eos", "skip_special_tokens"):
             if not isinstance(getattr(self, name), bool):
                 raise RequestError(f"{name} must be true or false, got {getattr(self, name)!r}", name)
@@ -89,6 +97,11 @@ class SamplingParams:
     @property
     def greedy(self) -> bool:
         return self.temperature < 1e-5
+
+    def _choice(self, name: str, allowed: Sequence[str]) -> None:
+        v = getattr(self, name)
+        if v is not None and v not in allowed:
+            raise RequestError(f"{name} must be one of {', '.join(allowed)}; got {v!r}", name)
 
     def _number(self, name: str, low: float, high: float, open_low: bool = False) -> None:
         v = getattr(self, name)
@@ -159,8 +172,6 @@ class Request:
     end_ids: frozenset[int] = frozenset()  # model end tokens; empty under ignore_eos
     index: int = 0  # choice index among n
     salt: bytes = b""  # prefixes are shared only under the same salt
-    kv_budget: int | None = None  # tokens; None = the engine's
-    miss_policy: str | None = None
     id: int = field(default_factory=lambda: _next_id())
     arrival: float = field(default_factory=time.monotonic)
     status: Status = Status.NEW

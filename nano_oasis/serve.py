@@ -178,10 +178,15 @@ class Server:
         with LoadProgress() as progress:
             await self.state.load(engine, progress)
         info = engine.info
+        kv = f"KV cache {info.kv_tokens:,} tokens ({format_bytes(info.kv_bytes)})"
+        if info.kv_mode == "oasis":
+            kv = (
+                f"oasis KV: {info.kv_tokens:,} tokens in host memory ({format_bytes(info.host_kv_bytes)}), "
+                f"{format_bytes(info.kv_bytes)} on the device"
+            )
         print(
             f"nano_oasis {nano_oasis.__version__}: {info.model_name}, {info.dtype} on {info.device}, "
-            f"KV cache {info.kv_tokens:,} tokens ({format_bytes(info.kv_bytes)}), "
-            f"context {info.max_model_len:,} tokens, {url}/v1",
+            f"{kv}, context {info.max_model_len:,} tokens, {url}/v1",
             flush=True,
         )
 

@@ -7,7 +7,7 @@ import torch
 from fakes import Caller, FakeTokenizer, run, turn
 from make_checkpoints import make_hf
 
-from nano_oasis.config import EngineInfo, OasisConfig
+from nano_oasis.config import EngineConfig, EngineInfo
 from nano_oasis.engine import Engine
 from nano_oasis.kernels.dispatch import select_kernels
 from nano_oasis.memory.blocks import BlockManager
@@ -57,17 +57,9 @@ def dense_engine(model, num_blocks=400, **options) -> Engine:
     return engine_of(model, DenseKV(cache, select_kernels("cpu")), BlockManager(num_blocks, B), **options)
 
 
-def oasis_engine(
-    model,
-    num_slots,
-    host_blocks=400,
-    selector="exact",
-    link=None,
-    max_num_seqs=6,
-    max_num_batched_tokens=32,
-    **o,
-) -> Engine:
-    c, options = model.config, OasisConfig(**o)
+def oasis_engine(model, num_slots, host_blocks=400, link=None, **settings) -> Engine:
+    settings = {"max_num_seqs": 6, "max_num_batched_tokens": 32, "selector": "exact", **settings}
+    c, options = model.config, EngineConfig(kv_mode="oasis", block_size=B, **settings)
     heads = c.num_kv_heads // options.head_groups
     keys, values = (torch.full((num_slots, B, heads, c.head_dim), torch.nan) for _ in range(2))
     host = HostTier.create(c, host_blocks, B, torch.float32)
@@ -76,10 +68,11 @@ def oasis_engine(
     coordinator.start()
     stage = Stage(3, B, heads, c.head_dim, torch.float32, "cpu")
     kv = OasisKV(
-        c, options, B, select_kernels("cpu"), host, keys, values, make_selector(selector), coordinator, stage,
-        max_num_seqs, LIMIT, max_num_batched_tokens,
+        c, options, select_kernels("cpu"), host, keys, values, make_selector(options.selector), coordinator,
+        stage, LIMIT,
     )  # fmt: skip
-    return engine_of(model, kv, BlockManager(host_blocks, B), kv, max_num_seqs, max_num_batched_tokens)
+    blocks = BlockManager(host_blocks, B)
+    return engine_of(model, kv, blocks, kv, options.max_num_seqs, options.max_num_batched_tokens)
 
 
 def outputs(engine, prompts, params):

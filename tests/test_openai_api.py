@@ -48,6 +48,7 @@ def test_every_field_reaches_the_sampling_parameters() -> None:
     fields: dict[str, Any] = dict(
         n=3, temperature=0.5, top_p=0.9, top_k=7, min_p=0.1, seed=5, max_tokens=9, min_tokens=2,
         stop=["x"], stop_token_ids=[4], ignore_eos=True, skip_special_tokens=False,
+        kv_mode="oasis", kv_budget=512, miss_policy="skip",
     )  # fmt: skip
     assert chat(**fields).params == completion(**fields).params == SamplingParams(**fields)
 

@@ -18,7 +18,7 @@ LEVELS = {
     "weights": 4, "tokenizer": 4, "rope": 4, "model": 4, "sampler": 4,
     "spec": 5,
     "runner": 6,
-    "text": 7, "outputs": 7, "engine": 7, "build": 7, "async_engine": 7, "llm": 7,
+    "door": 7, "text": 7, "outputs": 7, "engine": 7, "build": 7, "kv_build": 7, "async_engine": 7, "llm": 7,
     "openai_api": 8,
     "server": 9, "cli": 9, "serve": 9, "chat": 9, "bench": 9, "eval": 9,
 }  # fmt: skip

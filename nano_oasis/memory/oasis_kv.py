@@ -17,14 +17,15 @@ The life of a block:
 from __future__ import annotations
 
 import math
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import torch
 
-from nano_oasis.config import ModelConfig, OasisConfig
+from nano_oasis.config import EngineConfig, ModelConfig, format_bytes
 from nano_oasis.kernels.dispatch import Kernels
-from nano_oasis.memory.coordinator import PrefetchCoordinator
+from nano_oasis.memory.coordinator import PrefetchCoordinator, admission_cap
 from nano_oasis.memory.host_tier import HostTier
 from nano_oasis.memory.residency import EMPTY, FLYING, Residency, SlotPool
 from nano_oasis.memory.sketch import Selector, Sketch
@@ -71,8 +72,7 @@ class OasisKV:
     """slot_keys, slot_values [S, B, Hg, D]: the device; sketches[layer][name] [N, ...] by host block."""
 
     config: ModelConfig
-    options: OasisConfig
-    block_size: int
+    options: EngineConfig
     kernels: Kernels
     host: HostTier
     slot_keys: torch.Tensor
@@ -80,26 +80,25 @@ class OasisKV:
     selector: Selector
     coordinator: PrefetchCoordinator
     stage: Stage
-    max_num_seqs: int
     max_model_len: int
-    max_num_batched_tokens: int
-    device: str = "cpu"
     step: int = field(init=False, default=0)
+    cap: int = field(init=False, default=1)
     stats: OasisStats = field(init=False, default_factory=OasisStats)
     seats: dict[int, Seat] = field(init=False, default_factory=dict)
     sketches: list[Sketch] = field(init=False, default_factory=list)
 
     def __post_init__(self) -> None:
         c, o = self.config, self.options
-        self.groups = o.head_groups
+        self.block_size, self.groups = o.block_size, o.head_groups
         self.planes = c.num_layers * self.groups
         self.pool = SlotPool(len(self.slot_keys))
         max_blocks = -(-self.max_model_len // self.block_size)
-        self.residency = Residency(self.pool, self.planes, self.max_num_seqs, max_blocks)
+        self.residency = Residency(self.pool, self.planes, o.max_num_seqs, max_blocks)
         # What one step's new tokens need before they can be sealed and dropped, whoever they belong to.
-        chunk_blocks = -(-self.max_num_batched_tokens // self.block_size)
+        chunk_blocks = -(-o.max_num_batched_tokens // self.block_size)
         self.reserve = self.planes * (chunk_blocks + 1)
         self._generation = 0
+        self._step_seconds, self._began = 0.0, time.monotonic()
         self._flying: dict[Key, Ticket] = {}
 
     # --- the scheduler's side: no torch in its answers ---------------------------------------------
@@ -109,7 +108,7 @@ class OasisKV:
             return True
         budget, caps, floor = self._needs(request)
         held = sum(s.floor for s in self.seats.values())
-        if held + floor + self.reserve > self.pool.num_slots or len(self.seats) >= self.max_num_seqs:
+        if held + floor + self.reserve > self.pool.num_slots or len(self.seats) >= self.options.max_num_seqs:
             return False
         self._generation += 1
         seat = Seat(request, self.residency.sit(), self._generation, budget, caps, floor)
@@ -125,15 +124,20 @@ class OasisKV:
             self.coordinator.cancel(request.id)
             self.residency.leave(seat.index)
 
-    def fits_alone(self, max_len: int, budget_tokens: int) -> bool:
-        """Whether a request of this length and budget could run with nothing else on the device."""
-        blocks = -(-max_len // self.block_size)
-        floor = int(self._caps(budget_tokens, blocks).sum())
-        return floor + self.reserve <= self.pool.num_slots
+    def refusal(self, request: Request) -> str | None:
+        """Why this request could not run even with nothing else on the device; None if it could."""
+        _, _, floor = self._needs(request)
+        if floor + self.reserve <= self.pool.num_slots:
+            return None
+        need = format_bytes((floor + self.reserve) * self.slot_bytes)
+        have = format_bytes(self.pool.num_slots * self.slot_bytes)
+        return f"a working set of this size needs {need} of device KV memory, and there are {have}"
 
     def _needs(self, request: Request) -> tuple[int, torch.Tensor, int]:
-        tokens = request.kv_budget or self.options.kv_budget
-        caps = self._caps(tokens, -(-request.max_len // self.block_size))
+        most = -(-request.max_len // self.block_size)
+        dense = request.params.kv_mode == "dense"
+        tokens = request.max_len if dense else request.params.kv_budget or self.options.kv_budget
+        caps = self._caps(tokens, most)
         return max(tokens // self.block_size, self._forced + 1), caps, int(caps.sum())
 
     @property
@@ -157,6 +161,7 @@ class OasisKV:
     def begin(self, rows: Sequence[ScheduledRow]) -> OasisView:
         """Publish what has arrived, give this step's tokens their slots, hand out the view."""
         self.step += 1
+        self._pace(len(rows))
         self.arrivals()
         for row in rows:
             seat = self.seats[row.request.id]
@@ -164,6 +169,18 @@ class OasisKV:
                 self._restore(seat)
             self._extend(seat, row)
         return OasisView(self, rows)
+
+    def _pace(self, rows: int) -> None:
+        """Blocks a row may order per layer this step: as set, or what the link can bring in one step."""
+        now = time.monotonic()
+        self._step_seconds = 0.8 * self._step_seconds + 0.2 * (now - self._began)
+        self._began = now
+        if self.options.admission_cap is not None:
+            self.cap = self.options.admission_cap
+        else:
+            bandwidth = self.coordinator.stats.bandwidth
+            cap = admission_cap(self._step_seconds, bandwidth, self.slot_bytes, self.planes, rows)
+            self.cap = max(cap, 1)
 
     def arrivals(self) -> None:
         """Completed tickets become readable; slots of the others are free again."""
@@ -216,7 +233,7 @@ class OasisKV:
     def _make_room(self, need: int) -> None:
         """Shrink requests that hold more than their floor, largest first, until `need` slots are free."""
         while self.pool.num_free < need:
-            dense = [s for s in self.seats.values() if s.dense]
+            dense = [s for s in self.seats.values() if s.dense and s.request.params.kv_mode != "dense"]
             if dense:
                 self.shrink(max(dense, key=lambda s: self.residency.resident(s.index) - s.floor))
             elif self._flying:  # slots of requests that have left come back with their tickets
@@ -275,6 +292,16 @@ class OasisKV:
                 shape = (self.host.num_blocks, *part.shape[1:])
                 slabs[name] = torch.empty(shape, dtype=part.dtype, device=part.device)
             slabs[name][blocks] = part
+
+    def raise_budget(self, seat: Seat) -> None:
+        """A quarter more for a request whose audit fell short, as far as the pool allows."""
+        blocks = math.ceil(seat.budget * 1.25)
+        caps = torch.maximum(
+            seat.caps, self._caps(blocks * self.block_size, -(-seat.request.max_len // self.block_size))
+        )
+        held = sum(s.floor for s in self.seats.values()) - seat.floor
+        if held + int(caps.sum()) + self.reserve <= self.pool.num_slots:
+            seat.budget, seat.caps, seat.floor = blocks, caps, int(caps.sum())
 
     # --- accounting --------------------------------------------------------------------------------
     @property

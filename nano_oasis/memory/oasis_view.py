@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
+from nano_oasis.memory.audit import mass_recall
 from nano_oasis.memory.residency import EMPTY, FLYING
 from nano_oasis.memory.sketch import top_blocks
 from nano_oasis.memory.stream import merge, piece_attention, stream_attention
@@ -179,6 +180,8 @@ class OasisView:
         here = held >= 0
         chosen = self._top(mass, count, forced, valid & here, within)
         out = self._decode(q, *self._slots(chosen, held, blocks, rows), None, scale, window)
+        if window is None and kv.options.audit_every and kv.step % kv.options.audit_every == 0:
+            self._audit(plane, q, chosen, held, scale)
         used = kv.residency.used_at[plane]
         used[rows.index[:, None].expand_as(chosen)[chosen >= 0], chosen[chosen >= 0]] = kv.step
         if window is None and kv.options.predictor != "current":
@@ -222,6 +225,23 @@ class OasisView:
         stats.hits += int((want >= 0).sum()) - misses
         stats.misses += misses
 
+    def _audit(self, plane: int, q: Tensor, chosen: Tensor, held: Tensor, scale: float) -> None:
+        """True mass recall of a quarter of the layers, in turn; a request below --audit-recall gets more."""
+        kv, rows, (layer, group) = self.kv, self.sparse, divmod(plane, self.kv.groups)
+        if rows is None or (kv.step // kv.options.audit_every + layer) % 4:
+            return
+        for i, seat in enumerate(rows.seats):
+            blocks = torch.tensor(seat.request.block_table[: seat.sealed])
+            keys = torch.empty((len(blocks), *kv.slot_keys.shape[1:]), dtype=kv.slot_keys.dtype)
+            kv.host.load(layer, blocks, keys, torch.empty_like(keys), kv.heads(group))
+            tail = kv.slot_keys[held[i, seat.sealed : -(-rows.contexts[i] // self.size)].long()]
+            seen = torch.cat((keys, tail)).flatten(0, 1)[: rows.contexts[i]]
+            recall = mass_recall(q[i], seen, self.size, chosen[i][chosen[i] >= 0], scale)
+            kv.stats.recall_sum += recall
+            kv.stats.recall_count += 1
+            if recall < kv.options.audit_recall:
+                kv.raise_budget(seat)
+
     # --- fetching ----------------------------------------------------------------------------------
     def _fetch(
         self, plane: int, rows: _Rows, want: Tensor, missing: Tensor, forced: Tensor, held: Tensor,
@@ -237,7 +257,7 @@ class OasisView:
             ask &= heavy | torch.tensor([p == "wait" for p in policy])[:, None]
         else:
             ask = missing & ~flying
-            ask &= ask.cumsum(1) <= kv.options.admission_cap
+            ask &= ask.cumsum(1) <= kv.cap
         fresh = ask & ~flying
         if fresh.any():
             kv.fly(self._claim(plane, rows, want, fresh, forced, held, mass, now))
@@ -253,7 +273,7 @@ class OasisView:
     def _policy(self, seat: Seat) -> str:
         if seat.cold or self.kv.options.predictor == "current":
             return "wait"
-        return seat.request.miss_policy or self.kv.options.miss_policy
+        return seat.request.params.miss_policy or self.kv.options.miss_policy
 
     def _claim(
         self, plane: int, rows: _Rows, want: Tensor, ask: Tensor, forced: Tensor, held: Tensor, mass: Tensor,

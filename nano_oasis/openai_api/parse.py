@@ -85,7 +85,7 @@ NOT_SUPPORTED: dict[str, tuple[Any, ...]] = {
 # Fields that go to SamplingParams under their own name.
 _SAMPLING_FIELDS = (
     "n", "temperature", "top_p", "top_k", "min_p", "seed", "min_tokens", "stop", "stop_token_ids",
-    "ignore_eos", "skip_special_tokens",
+    "ignore_eos", "skip_special_tokens", "kv_mode", "kv_budget", "miss_policy",
 )  # fmt: skip
 
 

@@ -37,6 +37,10 @@ class GenerateRequest(msgspec.Struct, frozen=True, kw_only=True):
     ignore_eos: bool | None = None
     skip_special_tokens: bool | None = None
     prompt_logprobs: int | None = None
+    # Ours: how this request's KV is kept and read.
+    kv_mode: str | None = None
+    kv_budget: int | None = None
+    miss_policy: str | None = None
     # Known, but so far accepted only with a value that changes nothing: see parse.NOT_SUPPORTED.
     frequency_penalty: float | None = None
     presence_penalty: float | None = None

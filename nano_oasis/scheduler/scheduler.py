@@ -21,6 +21,9 @@ class Device(Protocol):
 
     def leave(self, request: Request) -> None: ...
 
+    def refusal(self, request: Request) -> str | None:
+        """Why the request could never run; None if it could."""
+
 
 class Scheduler:
     """Continuous batching with one mixed batch per step: decodes first, then prefill chunks.
