@@ -1,7 +1,7 @@
 """The device tier's bytes: one slab of keys and one of values for all layers.
 
-Owns: the slabs, their size, and how many blocks fit into so much memory.
-Must not know: which request holds which block, or what is attended to.
+Owns: the slabs and their shape.
+Must not know: how many blocks there should be, which request holds which, or what is attended to.
 """
 
 from __future__ import annotations
