@@ -113,7 +113,7 @@ def test_promoted_tickets_can_still_be_cancelled():
 
 
 # --- bounds and refusals ----------------------------------------------------------------------------
-@pytest.mark.parametrize("bounds", [{"max_tickets": 3}, {"max_bytes": 3 * NBYTES + 1}])
+@pytest.mark.parametrize("bounds", [{"max_tickets": 4}, {"max_bytes": 4 * NBYTES + 1}])
 def test_what_exceeds_a_bound_is_refused_least_urgent_first(bounds):
     book = make_book(**bounds)
     tickets = [make_ticket(i, step=1 + i % 2, priority=i) for i in range(6)]
@@ -124,6 +124,14 @@ def test_what_exceeds_a_bound_is_refused_least_urgent_first(bounds):
     assert book.submit(refused) == refused  # finished, but its slot is not settled yet
     book.collect()
     assert slots(book.submit(refused)) == [3, 1]
+
+
+@pytest.mark.parametrize("bounds", [{"max_tickets": 8}, {"max_bytes": 8 * NBYTES}])
+def test_prefetches_never_keep_a_repair_out(bounds):
+    book = make_book(**bounds)
+    assert slots(book.submit([make_ticket(i) for i in range(7)])) == [6]
+    assert slots(book.submit([make_ticket(10 + i, step=NOW) for i in range(3)])) == [12]
+    assert slots(book.submit([make_ticket(20)])) == [20]
 
 
 @pytest.mark.parametrize(

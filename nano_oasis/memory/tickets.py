@@ -84,8 +84,9 @@ class Ticket:
 class TicketBook:
     """All tickets between submit and collect, at most `max_tickets` and `max_bytes` of them.
 
-    A ticket counts until it is collected, not until it is finished: while a request has any, its slots
-    are not its owner's to reuse. Not thread-safe.
+    A quarter of both is kept for tickets due NOW: prefetches never keep a repair out. A ticket counts until
+    it is collected, not until it is finished: while a request has any, its slots are not its owner's to
+    reuse. Not thread-safe.
     """
 
     max_tickets: int
@@ -122,7 +123,8 @@ class TicketBook:
         self._check(tickets)
         refused = []
         for ticket in sorted(tickets, key=_urgency):
-            if len(self._by_slot) >= self.max_tickets or self.num_bytes + ticket.nbytes > self.max_bytes:
+            most, most_bytes = self._bounds(ticket)
+            if len(self._by_slot) >= most or self.num_bytes + ticket.nbytes > most_bytes:
                 refused.append(ticket)
                 continue
             self._by_slot[ticket.slot] = ticket
@@ -133,12 +135,19 @@ class TicketBook:
             ticket.state = State.WAITING
         return refused
 
+    def _bounds(self, ticket: Ticket) -> tuple[int, int]:
+        """What the book may hold when this ticket is in: tickets, bytes."""
+        if ticket.step == NOW:
+            return self.max_tickets, self.max_bytes
+        return self.max_tickets - self.max_tickets // 4, self.max_bytes - self.max_bytes // 4
+
     def _check(self, tickets: Sequence[Ticket]) -> None:
         for t in tickets:
             if t.state is not State.NEW:
                 raise ValueError(f"{t} was submitted before; make a new ticket")
-            if not 0 < t.nbytes <= self.max_bytes:
-                raise ValueError(f"{t} can never be taken: nbytes must be 1 to max_bytes ({self.max_bytes})")
+            most_bytes = self._bounds(t)[1]
+            if not 0 < t.nbytes <= most_bytes:
+                raise ValueError(f"{t} can never be taken: nbytes must be from 1 to {most_bytes}")
         keys, slots = {t.key for t in tickets}, {t.slot for t in tickets}
         if len(keys) < len(tickets) or not keys.isdisjoint(self._keys):
             twice = [key for key in keys if key in self._keys] or "some key given twice"
