@@ -115,6 +115,11 @@ def _opt(default: Any, help: str, **meta: Any) -> Any:
     return field(default=default, metadata={"help": help, **meta})
 
 
+def _oasis(default: Any, help: str, **meta: Any) -> Any:
+    """An option that means something only with kv_mode=oasis, and is refused without it."""
+    return _opt(default, f"oasis: {help}", oasis=True, **meta)
+
+
 @dataclass(frozen=True)
 class EngineConfig:
     """Every engine option. The command line, `LLM(...)` and `AsyncEngine(...)` are made from this table."""
@@ -140,37 +145,35 @@ class EngineConfig:
         "dense", "dense: all KV on the device; oasis: all in host memory, a working set on the device",
         choices=KV_MODES,
     )  # fmt: skip
-    host_kv_memory: int | str | None = _opt(None, "oasis: bytes (or '8GiB') of KV in host memory", bytes=True)
-    host_kv_path: str | None = _opt(None, "oasis: file or folder that holds the host KV instead of memory")
-    host_kv_format: str = _opt("auto", "oasis: auto = as the model; int8", choices=("auto", "int8"))
-    kv_budget: int = _opt(2048, "oasis: tokens attention reads per layer under pressure", low=1, high=2**24)
-    selector: str = _opt(
-        "twobit", "oasis: key sketch that ranks blocks",
+    host_kv_memory: int | str | None = _oasis(None, "bytes (or '8GiB') of KV in host memory", bytes=True)
+    host_kv_path: str | None = _oasis(None, "file or folder that holds the host KV instead of memory")
+    host_kv_format: str = _oasis("auto", "auto = as the model; int8", choices=("auto", "int8"))
+    kv_budget: int = _oasis(2048, "tokens attention reads per layer under pressure", low=1, high=2**24)
+    selector: str = _oasis(
+        "twobit", "key sketch that ranks blocks",
         choices=("exact", "mean", "minmax", "sign1", "twobit", "fourbit"),
     )  # fmt: skip
-    predictor: str = _opt(
-        "previous", "oasis: what is prefetched; current = nothing, misses are waited for",
+    predictor: str = _oasis(
+        "previous", "what is prefetched; current = nothing, misses are waited for",
         choices=("previous", "current"),
     )  # fmt: skip
-    miss_policy: str = _opt(
-        "repair", "oasis: a wanted block that is late: wait for it, for the heavy ones only, or skip it",
+    miss_policy: str = _oasis(
+        "repair", "a wanted block that is late: wait for it, for the heavy ones only, or skip it",
         choices=MISS_POLICIES,
     )  # fmt: skip
-    repair_threshold: float = _opt(0.02, "oasis: repair waits above this share of the mass", low=0, high=1)
-    sink_blocks: int = _opt(1, "oasis: first blocks, always read", low=0, high=1024)
-    recent_blocks: int = _opt(4, "oasis: newest blocks, always read", low=1, high=1024)
-    dense_layers: int = _opt(0, "oasis: first layers that keep and read everything", low=0, high=1024)
-    buffer_factor: float = _opt(1.25, "oasis: blocks kept on the device per block read", low=1, high=16)
-    admission_cap: int | None = _opt(
-        None, "oasis: blocks prefetched per request, layer and step; default: what the link can bring",
+    repair_threshold: float = _oasis(0.02, "repair waits above this share of the mass", low=0, high=1)
+    sink_blocks: int = _oasis(1, "first blocks, always read", low=0, high=1024)
+    recent_blocks: int = _oasis(4, "newest blocks, always read", low=1, high=1024)
+    dense_layers: int = _oasis(0, "first layers that keep and read everything", low=0, high=1024)
+    buffer_factor: float = _oasis(1.25, "blocks kept on the device per block read", low=1, high=16)
+    admission_cap: int | None = _oasis(
+        None, "blocks prefetched per request, layer and step; default: what the link can bring",
         low=0, high=65536,
     )  # fmt: skip
-    head_groups: int = _opt(1, "oasis: block choices per layer; must divide the KV heads", low=1, high=1024)
-    audit_every: int = _opt(
-        0, "oasis: steps between checks of true mass recall; 0 = never", low=0, high=2**31
-    )
-    audit_recall: float = _opt(
-        0.0, "oasis: a request audited below this recall has its budget raised", low=0, high=1
+    head_groups: int = _oasis(1, "block choices per layer; must divide the KV heads", low=1, high=1024)
+    audit_every: int = _oasis(0, "steps between checks of true mass recall; 0 = never", low=0, high=2**31)
+    audit_recall: float = _oasis(
+        0.0, "a request audited below this recall has its budget raised", low=0, high=1
     )
     chat_template: str | None = _opt(None, "file with a chat template that replaces the model's")
     stall_timeout: float = _opt(120.0, "seconds without progress before health turns bad", low=1, high=86400)
@@ -186,7 +189,7 @@ class EngineConfig:
             )
         if self.kv_mode != "oasis":
             for f in dataclasses.fields(self):
-                if f.metadata["help"].startswith("oasis:") and getattr(self, f.name) != f.default:
+                if f.metadata.get("oasis") and getattr(self, f.name) != f.default:
                     raise ConfigError(f"{f.name}: needs kv_mode=oasis, this engine is {self.kv_mode}")
         if self.audit_recall and not self.audit_every:
             raise ConfigError("audit_recall: needs audit_every, or nothing is ever audited")

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from nano_oasis.request import Request, RequestError, SamplingParams
-from nano_oasis.scheduler.scheduler import Device
+from nano_oasis.scheduler.scheduler import Gate
 
 
 def longest(prompt_ids: Sequence[int], params: SamplingParams, limit: int, vocab_size: int) -> int:
@@ -34,14 +34,14 @@ def longest(prompt_ids: Sequence[int], params: SamplingParams, limit: int, vocab
     return limit if params.max_tokens is None else min(limit, len(prompt_ids) + params.max_tokens)
 
 
-def check_device(request: Request, device: Device | None) -> None:
+def check_mode(request: Request, gate: Gate | None) -> None:
     """Raises RequestError if the request asks for a KV mode that the engine does not have room for."""
     params = request.params
     for name in ("kv_budget", "miss_policy"):
-        if getattr(params, name) is not None and (device is None or params.kv_mode == "dense"):
+        if getattr(params, name) is not None and (gate is None or params.kv_mode == "dense"):
             raise RequestError(f"{name} needs kv_mode=oasis, for the engine and for the request", name)
-    if params.kv_mode == "oasis" and device is None:
+    if params.kv_mode == "oasis" and gate is None:
         raise RequestError("kv_mode=oasis needs an engine that was started with kv_mode=oasis", "kv_mode")
-    why = device.refusal(request) if device is not None else None
+    why = gate.refusal(request) if gate is not None else None
     if why is not None:
         raise RequestError(why, "kv_mode" if params.kv_mode == "dense" else "kv_budget")

@@ -17,7 +17,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from nano_oasis.config import EngineInfo, ModelConfig
-from nano_oasis.door import check_device, longest
+from nano_oasis.door import check_mode, longest
 from nano_oasis.metrics import Metrics
 from nano_oasis.request import (
     EngineDead,
@@ -100,7 +100,7 @@ class Engine:
                 self.tokenizer, prompt_ids, params.stop or (), params.skip_special_tokens
             )
             requests.append(request)
-            check_device(request, self.scheduler.device)
+            check_mode(request, self.scheduler.gate)
         # The other choices wait for the first one's prefill and then find it in the prefix cache.
         requests[0].siblings = requests[1:]
         with self._wake:

@@ -22,7 +22,7 @@ from nano_oasis.memory.link import BlockMover, MemcpyLink
 from nano_oasis.memory.oasis_kv import OasisKV
 from nano_oasis.memory.sketch import make_selector
 from nano_oasis.memory.stream import Stage
-from nano_oasis.scheduler.scheduler import Device
+from nano_oasis.scheduler.scheduler import Gate
 
 log = logging.getLogger(__name__)
 
@@ -35,7 +35,7 @@ class Memory:
     """KV as built. num_blocks: logical blocks, on the device (dense) or in the host tier (oasis)."""
 
     store: KVStore
-    gate: Device | None
+    gate: Gate | None
     num_blocks: int
     max_len: int
     device_bytes: int

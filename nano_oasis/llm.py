@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import itertools
 import queue
+import sys
 from collections.abc import Sequence
 from typing import Any
 
@@ -103,7 +104,7 @@ class LLM:
         try:
             for i, ((_, ids), p) in enumerate(zip(jobs, each, strict=True)):
                 submissions.append(self.engine.submit(ids, p, lambda e, i=i: inbox.put((i, e))))  # type: ignore[misc]
-            with _bar(show and len(jobs) > 1) as bar:
+            with _bar(show and len(jobs) > 1 and sys.stdout.isatty()) as bar:
                 task = bar.add_task("generating", total=len(jobs))
                 left = len(jobs)
                 while left:

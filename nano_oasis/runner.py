@@ -26,6 +26,10 @@ class Decoder(Protocol):
     def logits(self, hidden: torch.Tensor) -> torch.Tensor: ...
 
 
+class KVFailure(RuntimeError):
+    """A request's KV could not be brought to where it was needed."""
+
+
 class Runner:
     """Executes step plans against one model and one KV store."""
 
@@ -36,26 +40,29 @@ class Runner:
         self.device = device
 
     @torch.inference_mode()
-    def execute(self, rows: Sequence[ScheduledRow]) -> list[SampledToken | None]:
+    def execute(self, rows: Sequence[ScheduledRow]) -> list[SampledToken | KVFailure | None]:
         """Compute every row; one entry per row, None where the row does not sample.
 
         Prompt log-probabilities, if asked for, are appended to their requests on the way.
         """
         token_ids, positions, starts = self._flatten(rows)
         hidden = self.model.forward(token_ids, positions, self.kv.begin(rows))  # [T, H]
-        self.kv.end(rows)
+        failures = self.kv.end(rows)
         for i, row in enumerate(rows):
             if row.request.params.prompt_logprobs is not None:
                 self._prompt_logprobs(row, hidden[starts[i] : starts[i + 1]])
         sampling = [i for i, row in enumerate(rows) if row.samples]
         last = torch.tensor([starts[i + 1] - 1 for i in sampling], dtype=torch.int64, device=self.device)
-        results: list[SampledToken | None] = [None] * len(rows)
+        results: list[SampledToken | KVFailure | None] = [None] * len(rows)
         if sampling:
             logits = self.model.logits(hidden[last])
             for i, token in zip(
                 sampling, self.sampler(logits, [rows[i].request for i in sampling]), strict=True
             ):
                 results[i] = token
+        for i, row in enumerate(rows):
+            if row.request.id in failures:
+                results[i] = KVFailure(failures[row.request.id])
         return results
 
     def _flatten(self, rows: Sequence[ScheduledRow]) -> tuple[torch.Tensor, torch.Tensor, list[int]]:

@@ -36,7 +36,8 @@ class KVStore(Protocol):
 
     def begin(self, rows: Sequence[ScheduledRow]) -> KVView: ...
 
-    def end(self, rows: Sequence[ScheduledRow]) -> None: ...
+    def end(self, rows: Sequence[ScheduledRow]) -> dict[int, str]:
+        """The step is computed. Returns what went wrong, by request id: those results are not to be used."""
 
 
 @dataclass
@@ -62,5 +63,5 @@ class DenseKV:
         parts = [(row.request.block_table, row.start, row.num_tokens) for row in rows]
         return DenseView(self.cache, make_batch(parts, self.cache.block_size, self.device), self.kernels)
 
-    def end(self, rows: Sequence[ScheduledRow]) -> None:
-        """Nothing to do: what was written is where it stays."""
+    def end(self, rows: Sequence[ScheduledRow]) -> dict[int, str]:
+        return {}  # nothing to do: what was written is where it stays

@@ -83,6 +83,7 @@ class OasisKV:
     max_model_len: int
     step: int = field(init=False, default=0)
     cap: int = field(init=False, default=1)
+    failures: dict[int, str] = field(init=False, default_factory=dict)  # this step's, by request id
     stats: OasisStats = field(init=False, default_factory=OasisStats)
     seats: dict[int, Seat] = field(init=False, default_factory=dict)
     sketches: list[Sketch] = field(init=False, default_factory=list)
@@ -252,7 +253,7 @@ class OasisKV:
         recent = max(o.recent_blocks - 1, 0)
         self.residency.trim(seat.index, (seat.caps - room).clamp(min=0), o.sink_blocks, recent, end)
 
-    def end(self, rows: Sequence[ScheduledRow]) -> None:
+    def end(self, rows: Sequence[ScheduledRow]) -> dict[int, str]:
         """Seal the blocks this step filled: host copy and sketch, all rows together, layer by layer."""
         parts = []
         for row in rows:
@@ -269,6 +270,8 @@ class OasisKV:
             if not seat.dense and row.start < len(row.request.prompt_ids):
                 seat.cold = True
                 self._trim(seat, seat.sealed)
+        failures, self.failures = self.failures, {}
+        return failures
 
     def _seal(self, parts: list[tuple[Seat, int]]) -> None:
         blocks = torch.tensor([s.request.block_table[p] for s, p in parts])  # [n] host blocks

@@ -261,11 +261,25 @@ class OasisView:
         fresh = ask & ~flying
         if fresh.any():
             kv.fly(self._claim(plane, rows, want, fresh, forced, held, mass, now))
+        if now and ask.any():
+            self._await(plane, rows, want, ask)
         if now:
-            keys = [self._key(plane, rows.seats[i], int(want[i, j])) for i, j in ask.nonzero().tolist()]
-            arrived = kv.wait(keys)
-            kv.stats.fetched_now += arrived
-            kv.stats.skipped += int(missing.sum()) - arrived
+            kv.stats.skipped += int((missing & ~ask).sum())
+
+    def _await(self, plane: int, rows: _Rows, want: Tensor, ask: Tensor) -> None:
+        """Wait until the asked blocks are here. One that cannot be had ends a request that insists on it."""
+        kv = self.kv
+        asked = [(rows.seats[i], int(want[i, j])) for i, j in ask.nonzero().tolist()]
+        kv.wait([self._key(plane, seat, position) for seat, position in asked])
+        for seat, position in asked:
+            if int(kv.residency.slot_of[plane, seat.index, position]) >= 0:
+                kv.stats.fetched_now += 1
+                continue
+            kv.stats.skipped += 1
+            if (seat.request.params.miss_policy or kv.options.miss_policy) == "wait":
+                kv.failures[seat.request.id] = (
+                    "a KV block could not be fetched, and the miss policy is to wait"
+                )
 
     def _key(self, plane: int, seat: Seat, position: int) -> Key:
         return (seat.request.id, seat.generation, *divmod(plane, self.kv.groups), position)

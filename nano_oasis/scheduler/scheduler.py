@@ -13,7 +13,7 @@ from nano_oasis.memory.blocks import BlockManager, OutOfBlocks
 from nano_oasis.request import Request, ScheduledRow, Status, StepPlan
 
 
-class Device(Protocol):
+class Gate(Protocol):
     """Where running requests keep their KV, if that is not simply the logical blocks' own place."""
 
     def admit(self, request: Request) -> bool:
@@ -39,10 +39,10 @@ class Scheduler:
         blocks: BlockManager,
         max_num_seqs: int,
         max_num_batched_tokens: int,
-        device: Device | None = None,
+        gate: Gate | None = None,
     ) -> None:
         self.blocks = blocks
-        self.device = device
+        self.gate = gate
         self.max_num_seqs = max_num_seqs
         self.max_num_batched_tokens = max_num_batched_tokens
         self.running: dict[int, Request] = {}
@@ -130,7 +130,7 @@ class Scheduler:
             return None
         request.num_hashed = len(hit)
         request.num_computed = len(hit) * self.blocks.block_size
-        if self.device is not None and not self.device.admit(request):
+        if self.gate is not None and not self.gate.admit(request):
             self._release(request)
             self._blocked = (request.id, self.blocks.num_free)
             return None
@@ -173,8 +173,8 @@ class Scheduler:
 
     def _leave(self, request: Request) -> None:
         del self.running[request.id]
-        if self.device is not None:
-            self.device.leave(request)
+        if self.gate is not None:
+            self.gate.leave(request)
         self._release(request)
         self._blocked = None
 
