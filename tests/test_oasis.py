@@ -239,8 +239,6 @@ def test_audit_measures_recall_and_raises_the_budget(folders):
     def recall(**options) -> float:
         options = {"audit_every": 1, "miss_policy": "wait", **options}
         engine = oasis_engine(model, model.config.num_layers * 90, **options)
-            model, model.config.num_layers * 90, audit_every=1, miss_policy="wait", **options
-        )
         kv = engine.runner.kv
         callers = [Caller(engine, p, GREEDY) for p in prompts_of([200, 180, 170])]
         while not all(c.done for c in callers):
