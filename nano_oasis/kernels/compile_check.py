@@ -99,7 +99,7 @@ def variants(
         yield make("prefill" + label, prefill_kernel, types, constants, tiles)
         tiles = decode_tiles(pad, DTYPES[dtype], group)
         constants = {"WINDOW": window, **model, "TILE_M": tiles.m, "TILE_N": tiles.n}
-        for part in {"*fp32", data}:  # several splits, and a single one that writes the result itself
+        for part in dict.fromkeys(("*fp32", data)):  # several splits; a single one writes the result itself
             types = {**qkv, "part_ptr": part, "part_lse_ptr": "*fp32", **batch, "splits": "i32"}
             del types["starts_ptr"]
             kind = " split" if part != data else " whole"

@@ -92,7 +92,7 @@ def prefill_tiles(dim_pad: int, dtype: torch.dtype, group: int) -> Tiles:
     """The largest tiles that compile without spills on every target (compile_check.py reports them)."""
     least = triton.next_power_of_2(group)
     if dtype == torch.float32:  # products in full fp32 take many registers
-        tiles = Tiles(32, 32, warps=8, stages=1) if dim_pad <= 128 else Tiles(16, 16, warps=4, stages=1)
+        tiles = Tiles(32, 32 if dim_pad <= 128 else 16, warps=8, stages=1)
     elif dim_pad <= 64:
         tiles = Tiles(64, 64, warps=4, stages=2)
     else:
