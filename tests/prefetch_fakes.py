@@ -90,6 +90,8 @@ class World:
 class GateLink:
     """A copy ends when the test opens its layer's gate, and not before. For the virtual clock."""
 
+    copy_here = None
+
     def __init__(self, move: BlockMover | None = None, lanes: int = 1) -> None:
         self.lanes, self.move = lanes, move
         self.gates = [asyncio.Event() for _ in range(LAYERS)]

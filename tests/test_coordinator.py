@@ -1,6 +1,7 @@
 """The prefetch coordinator, mostly in virtual time: overlap, order, failures, stops, the admission cap."""
 
 import threading
+import time
 
 import pytest
 from prefetch_fakes import (
@@ -328,10 +329,106 @@ def test_copies_run_on_neither_the_step_thread_nor_the_loop():
     coordinator.start()
     tickets = [make_ticket(i, layer=i % LAYERS) for i in range(24)]
     coordinator.submit(tickets)
-    assert coordinator.wait(tickets, 20) < 20
+    while not all(t.finished for t in tickets):
+        time.sleep(1e-3)
     coordinator.stop()
     assert all(world.holds(t) for t in tickets) and len(threads) == LAYERS
     assert all(name.startswith("nano-oasis-copy") for name in threads)
+
+
+def make_busy(move):
+    """A coordinator whose only worker is held in its first copy, and the event that lets it go."""
+    entered, go_on, here = threading.Event(), threading.Event(), []
+
+    def held(layer, tickets):
+        if threading.current_thread().name.startswith("nano-oasis-copy"):
+            entered.set()
+            go_on.wait()
+        else:
+            here.append([t.slot for t in tickets])
+        move(layer, tickets)
+
+    held.keys = move.keys
+    coordinator, _ = make_coordinator(MemcpyLink(held), RealClock(), batch_bytes=4 * NBYTES)
+    coordinator.submit([make_ticket(23)])
+    entered.wait()
+    return coordinator, go_on, here
+
+
+@watchdog()
+def test_a_thread_that_waits_copies_what_the_link_does_not_have_yet():
+    world = World()
+    coordinator, go_on, here = make_busy(world.move)
+    tickets = [make_ticket(i, layer=1 + i % 2, step=NOW) for i in range(12)]
+    others = [make_ticket(12)]
+    coordinator.submit(tickets + others)
+    assert coordinator.wait(tickets, 20) < 20  # the worker is held all this time
+    assert here == [[0, 2, 4, 6], [8, 10], [1, 3, 5, 7], [9, 11]] and all(world.holds(t) for t in tickets)
+    assert others[0].state is State.WAITING
+    go_on.set()
+    coordinator.wait(others, 20)
+    coordinator.stop(timeout_s=20)
+    assert coordinator.stats.completed == 14 and coordinator.stats.enqueued == 14
+
+
+@watchdog()
+def test_copies_of_the_waiting_thread_fail_alone_too():
+    world = World()
+    world.host.broken = {2}
+    coordinator, go_on, here = make_busy(world.move)
+    tickets = [make_ticket(i) for i in range(4)]
+    coordinator.submit(tickets)
+    coordinator.wait(tickets, 20)
+    go_on.set()
+    assert here == [[0, 1, 2, 3], [0], [1], [2], [3]]
+    assert [t.completed for t in tickets] == [True, True, False, True] and "OSError" in tickets[2].error
+
+
+@watchdog()
+def test_an_interrupted_wait_loses_no_ticket():
+    world = World()
+
+    def interrupted(layer, tickets):
+        if tickets[0].layer:
+            raise KeyboardInterrupt
+        world.move(layer, tickets)
+
+    interrupted.keys = world.keys
+    coordinator, go_on, _ = make_busy(interrupted)
+    tickets = [make_ticket(i, layer=1) for i in range(4)]
+    coordinator.submit(tickets)
+    with pytest.raises(KeyboardInterrupt):
+        coordinator.wait(tickets, 20)
+    go_on.set()
+    assert all(t.state is State.FAILED and "interrupted" in t.error for t in tickets)
+
+
+@watchdog()
+def test_stopping_leaves_a_copy_of_the_waiting_thread_to_that_thread():
+    world, inside, go_on = World(), threading.Event(), threading.Event()
+
+    def slow(layer, tickets):
+        inside.set()
+        go_on.wait()
+        world.move(layer, tickets)
+
+    link = GateLink()
+    link.copy_here = slow
+    coordinator, _ = make_coordinator(link, RealClock())
+    coordinator.submit([make_ticket(0)])
+    while not link.started:
+        time.sleep(1e-3)
+    ticket = make_ticket(5)
+    coordinator.submit([ticket])
+    waiter = threading.Thread(target=coordinator.wait, args=([ticket], 20), daemon=True)
+    waiter.start()
+    inside.wait()
+    coordinator.stop(timeout_s=0.2)
+    state = ticket.state
+    go_on.set()
+    waiter.join()
+    assert state is State.ENQUEUED and ticket.completed and world.holds(ticket)
+    assert slots(coordinator.completed()) == [0, 5]
 
 
 @watchdog()

@@ -5,7 +5,8 @@ Must not know: torch, why a block is wanted, which slots are free, or what is do
 
     step thread                        event loop                         link
     submit ──> book (bounded) ──> lane: earliest deadline first ──> copy of one layer's batch
-    completed <── book <───────── one by one if the batch failed <── done or failed
+    wait ──────> copies what the link does not have yet itself         │
+    completed <── book <── one by one if the batch failed <─────── done or failed
 """
 
 from __future__ import annotations
@@ -89,6 +90,7 @@ class PrefetchCoordinator:
         self._changed = threading.Condition()  # guards everything above
         self._work = asyncio.Event()
         self._idle = False  # some lane found nothing to do and must be woken
+        self._here: set[Ticket] = set()  # being copied by a thread that waits for them
 
     # --- life ---------------------------------------------------------------------------------
     def start(self) -> None:
@@ -144,7 +146,8 @@ class PrefetchCoordinator:
     def wait(self, tickets: Sequence[Ticket], timeout_s: float) -> float:
         """Block until these have finished or the time is up; returns the seconds that took.
 
-        They are served before all others. Raises ValueError for a ticket that was never accepted.
+        They are served before all others, by this thread too: it stands still anyway, and waking others
+        costs more than a small copy. Raises ValueError for a ticket that was never accepted.
         """
         with self._changed:
             pending = [t for t in tickets if not t.finished]
@@ -155,7 +158,9 @@ class PrefetchCoordinator:
         if not pending:
             return 0.0
         start = self._clock.now()
-        self._clock.wait_for(self._changed, lambda: all(t.finished for t in pending), timeout_s)
+        self._copy_here(start + timeout_s)
+        left_s = max(start + timeout_s - self._clock.now(), 0.0)
+        self._clock.wait_for(self._changed, lambda: all(t.finished for t in pending), left_s)
         exposed = self._clock.now() - start
         with self._changed:
             self._stats.exposed_s += exposed
@@ -186,6 +191,23 @@ class PrefetchCoordinator:
         with self._changed:
             return dataclasses.replace(self._stats, bandwidth=self._meter.bandwidth)
 
+    def _copy_here(self, end: float) -> None:
+        """Copy promoted batches on this thread while there are any and the time is not up."""
+        copy = self._link.copy_here
+        while copy and self._clock.now() < end and (batch := self._take(only_promoted=True)):
+            todo = [batch]
+            for part in todo:  # grows: a batch that failed is tried again, ticket by ticket
+                self._begin()
+                try:
+                    copy(part[0].layer, part)
+                except Exception as failure:
+                    todo += self._failed(part, failure)
+                except BaseException:  # Ctrl-C
+                    self._finish([t for t in batch if not t.finished], "the copy was interrupted")
+                    raise
+                else:
+                    self._finish(part)
+
     def _cancel(self, request_id: int | None, why: str) -> None:
         self._stats.cancelled += len(self._book.cancel(request_id, why))
         self._clock.notify(self._changed)
@@ -203,39 +225,57 @@ class PrefetchCoordinator:
     async def _lane(self) -> None:
         while True:
             self._work.clear()
-            with self._changed:
-                batch = self._book.take(self._batch_bytes)
-                self._stats.enqueued += len(batch)
-                self._idle = self._idle or not batch
-                if not batch and self._state != "running":
-                    return
+            batch = self._take()
             if batch:
                 await self._copy(batch)
+            elif self._state != "running":
+                return
             else:
                 await self._work.wait()
 
+    def _take(self, only_promoted: bool = False) -> list[Ticket]:
+        with self._changed:
+            batch = self._book.take(self._batch_bytes, only_promoted)
+            self._stats.enqueued += len(batch)
+            if only_promoted:
+                self._here.update(batch)
+            else:
+                self._idle = self._idle or not batch
+            return batch
+
     async def _copy(self, batch: list[Ticket]) -> None:
-        """One batch through the link. If it fails, its tickets are tried alone: only the broken ones fail."""
+        todo = [batch]
+        for part in todo:  # as in _copy_here
+            self._begin()
+            try:
+                await self._link.copy(part[0].layer, part)
+            except asyncio.CancelledError:
+                self._finish(part, "given up: the coordinator was stopped before the link was done")
+                raise
+            except Exception as failure:
+                todo += self._failed(part, failure)
+            else:
+                self._finish(part)
+
+    def _begin(self) -> None:
         with self._changed:
             self._meter.begin(self._clock.now())
-        error: str | None = "given up: the coordinator was stopped before the link was done"
-        try:
-            await self._link.copy(batch[0].layer, batch)
-            error = None
-        except Exception as failure:
-            error = f"{type(failure).__name__}: {failure}"
-            log.debug("a copy of %d blocks of layer %d failed: %s", len(batch), batch[0].layer, error)
-            if len(batch) > 1:
-                batch, alone = [], batch
-                self._stats.retried += len(alone)
-                for ticket in alone:
-                    await self._copy([ticket])
-        finally:
-            self._finish(batch, error)
 
-    def _finish(self, batch: list[Ticket], error: str | None) -> None:
+    def _failed(self, batch: list[Ticket], failure: Exception) -> list[list[Ticket]]:
+        """What to try again: the tickets of a batch one by one, so that only broken ones fail."""
+        error = f"{type(failure).__name__}: {failure}"
+        log.debug("a copy of %d blocks of layer %d failed: %s", len(batch), batch[0].layer, error)
+        alone = [[ticket] for ticket in batch] if len(batch) > 1 else []
+        self._finish([] if alone else batch, error)
+        with self._changed:
+            self._stats.retried += len(alone)
+        return alone
+
+    def _finish(self, batch: list[Ticket], error: str | None = None) -> None:
+        """A copy is over, and with it these tickets."""
         with self._changed:
             self._book.finish(batch, error)
+            self._here.difference_update(batch)
             if error:
                 self._stats.failed += len(batch)
             else:
@@ -260,7 +300,7 @@ class PrefetchCoordinator:
             if self._state == "running":
                 self._state = "dead"
             self._cancel(None, f"the prefetch coordinator is {self._state}")
-            left = self._book.enqueued()
+            left = [t for t in self._book.enqueued() if t not in self._here]
             self._book.finish(left, f"the prefetch coordinator is {self._state}")
             self._stats.failed += len(left)
             self._clock.notify(self._changed)

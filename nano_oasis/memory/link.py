@@ -25,9 +25,13 @@ class LinkError(Exception):
 
 
 class Link(Protocol):
-    """Moves batches, up to `lanes` at once. All methods but `fence` run on the coordinator's event loop."""
+    """Moves batches, up to `lanes` at once and, if it can, one more on the thread that waits for it."""
 
     lanes: int
+
+    @property
+    def copy_here(self) -> Move | None:
+        """copy() without the event loop, on the caller's thread; None if the link cannot do that."""
 
     def fence(self) -> Any:
         """Called on the step thread at submit: what must be done before the slots may be written.
@@ -38,7 +42,7 @@ class Link(Protocol):
     async def copy(self, layer: int, tickets: Sequence[Ticket]) -> None:
         """Returns when every slot holds its block. Raises if any may not: then none can be trusted.
 
-        Once called it must not be assumed to have stopped before it has returned or raised.
+        On the coordinator's event loop. Until it has returned or raised, it may still be writing.
         """
 
     def close(self) -> None:
@@ -101,14 +105,14 @@ class MemcpyLink:
         self._move = move
         self._device = move.keys.device
         self._stream = torch.cuda.Stream(self._device) if self._device.type == "cuda" else None
+        self.copy_here: Move = move if self._stream is None else self._move_on_stream
         self._workers = ThreadPoolExecutor(lanes, thread_name_prefix="nano-oasis-copy")
 
     def fence(self) -> Any:
         return None if self._stream is None else torch.cuda.current_stream(self._device).record_event()
 
     async def copy(self, layer: int, tickets: Sequence[Ticket]) -> None:
-        work = self._move if self._stream is None else self._move_on_stream
-        await asyncio.get_running_loop().run_in_executor(self._workers, work, layer, tickets)
+        await asyncio.get_running_loop().run_in_executor(self._workers, self.copy_here, layer, tickets)
 
     def _move_on_stream(self, layer: int, tickets: Sequence[Ticket]) -> None:
         assert self._stream is not None
@@ -149,6 +153,7 @@ class SimulatedLink:
             raise ValueError(f"lanes must be at least 1 and bandwidth above 0, got {lanes} and {bandwidth}")
         if not (0 <= delay_rate <= 1 and 0 <= failure_rate <= 1):
             raise ValueError(f"delay_rate {delay_rate} and failure_rate {failure_rate} must be from 0 to 1")
+        self.copy_here: Move | None = None
         self.lanes, self.bandwidth, self.latency_s = lanes, bandwidth, latency_s
         self.delay_rate, self.delay_s, self.failure_rate = delay_rate, delay_s, failure_rate
         self.broken: set[int] = set()

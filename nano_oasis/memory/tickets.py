@@ -157,12 +157,12 @@ class TicketBook:
             raise ValueError(f"slots that are the destination of another ticket: {taken}; take free ones")
 
     # --- towards the link ---------------------------------------------------------------------
-    def take(self, max_bytes: int) -> list[Ticket]:
+    def take(self, max_bytes: int, only_promoted: bool = False) -> list[Ticket]:
         """The next batch for the link, now ENQUEUED: one layer's, earliest deadline, highest priority.
 
         At most `max_bytes`, but at least one ticket; empty if none is waiting.
         """
-        if not self._waiting:
+        if not self._waiting or (only_promoted and PROMOTED not in self._waiting):
             return []
         deadline = min(self._waiting)
         order = sorted(self._waiting[deadline], key=_urgency)
