@@ -324,6 +324,9 @@ class Engine:
         s = self.scheduler
         used, total = s.blocks.num_used, s.blocks.num_blocks
         self.metrics.step(len(s.running), s.num_waiting, used, total, prompt_tokens, drawn, seconds)
+        report = self.runner.kv.report()
+        if report is not None:
+            self.metrics.tiers(*report)
 
     def _count_finished(self, request: Request) -> None:
         age = time.monotonic() - request.arrival

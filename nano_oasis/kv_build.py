@@ -21,6 +21,7 @@ from nano_oasis.memory.kv_cache import KVCache
 from nano_oasis.memory.link import BlockMover, MemcpyLink
 from nano_oasis.memory.oasis_kv import OasisKV
 from nano_oasis.memory.sketch import make_selector
+from nano_oasis.memory.sketch_slabs import SketchSlabs
 from nano_oasis.memory.stream import Stage
 from nano_oasis.scheduler.scheduler import Gate
 
@@ -85,9 +86,9 @@ def _make_oasis(
         raise ConfigError(f"host tier: {error}") from error
     coordinator = PrefetchCoordinator(MemcpyLink(BlockMover(host, keys, values, config.head_groups)))
     stage = Stage(_STAGE_BLOCKS, config.block_size, heads, model.head_dim, dtype, device)
-    selector = make_selector(config.selector)
+    sketches = SketchSlabs(make_selector(config.selector), host_blocks, model.num_layers)
     kv = OasisKV(
-        model, config, select_kernels(device), host, keys, values, selector, coordinator, stage, max_len
+        model, config, select_kernels(device), host, keys, values, sketches, coordinator, stage, max_len
     )
     least = kv.reserve + int(kv._caps(1, 1).sum())
     if least > len(keys):

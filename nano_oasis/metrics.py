@@ -32,6 +32,27 @@ _INTERVAL_S = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.25, 
 _TOKENS = (1, 2, 5, 10, 20, 50, 100, 200, 500, 1000, 2000, 5000, 10000, 20000, 50000, 100000, 200000)
 _STEP_TOKENS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192)
 
+# Oasis mode. Blocks are blocks of one layer.
+TIER_TOTALS = {
+    "kv_block_hits": "blocks wanted and resident",
+    "kv_block_misses": "blocks wanted and not resident",
+    "kv_block_fetched_now": "missing blocks the step waited for",
+    "kv_block_skipped": "missing blocks left out of attention",
+    "kv_prefetch_completed": "blocks that arrived on the device",
+    "kv_prefetch_failed": "copies that failed",
+    "kv_prefetch_cancelled": "copies cancelled before they began",
+    "kv_prefetch_late": "blocks that arrived after the step that wanted them had passed",
+    "kv_prefetch_bytes": "bytes brought to the device",
+    "kv_exposed_wait_seconds": "time the step stood still for copies",
+}
+TIER_LEVELS = {
+    "kv_device_bytes": "device bytes in use: slots, those in flight, sketches",
+    "kv_host_bytes": "host bytes in use by running requests",
+    "kv_in_flight_bytes": "bytes of copies under way",
+    "kv_mass_recall": "audited share of true attention mass that was read, 0 to 1; 0 before any audit",
+    "kv_link_bandwidth_bytes_per_second": "measured, while copies are under way",
+}
+
 F = TypeVar("F", bound=Callable[..., None])
 
 
@@ -59,6 +80,8 @@ class Metrics:
     def __init__(self, model_name: str) -> None:
         self.registry = CollectorRegistry()
         self._fault_logged = False
+        self._tiers: dict[str, Any] = {}
+        self._last_totals: dict[str, float] = {}
         self._model = model_name
         ProcessCollector(registry=self.registry)  # resident memory, CPU time, open files
 
@@ -157,6 +180,21 @@ class Metrics:
     @_contained
     def preempted(self, count: int) -> None:
         self._preempted.inc(count)
+
+    @_contained
+    def tiers(self, totals: dict[str, float], levels: dict[str, float]) -> None:
+        """KV tiers (oasis mode). totals: counts since start, which only grow; levels: as of now.
+
+        The names are those of TIER_TOTALS and TIER_LEVELS; they appear once this is first called.
+        """
+        if not self._tiers:
+            self._tiers = {n: self._counter(n, text) for n, text in TIER_TOTALS.items()}
+            self._tiers |= {n: self._gauge(n, text) for n, text in TIER_LEVELS.items()}
+        for name, value in totals.items():
+            self._tiers[name].inc(value - self._last_totals.get(name, 0.0))
+        self._last_totals = dict(totals)
+        for name, value in levels.items():
+            self._tiers[name].set(value)
 
     def render(self) -> bytes:
         """The text to serve under /metrics, with content type CONTENT_TYPE."""

@@ -19,6 +19,7 @@ from nano_oasis.memory.kv_cache import KVCache
 from nano_oasis.memory.link import BlockMover, MemcpyLink, SimulatedLink
 from nano_oasis.memory.oasis_kv import OasisKV
 from nano_oasis.memory.sketch import make_selector
+from nano_oasis.memory.sketch_slabs import SketchSlabs
 from nano_oasis.memory.stream import Stage
 from nano_oasis.metrics import Metrics
 from nano_oasis.model import Model
@@ -80,9 +81,10 @@ def oasis_engine(model, num_slots, host_blocks=400, link=None, **settings) -> En
     )
     coordinator.start()
     COORDINATORS.append(coordinator)
+    sketches = SketchSlabs(make_selector(options.selector), host_blocks, c.num_layers)
     stage = Stage(3, B, heads, c.head_dim, torch.float32, "cpu")
     kv = OasisKV(
-        c, options, select_kernels("cpu"), host, keys, values, make_selector(options.selector), coordinator,
+        c, options, select_kernels("cpu"), host, keys, values, sketches, coordinator,
         stage, LIMIT,
     )  # fmt: skip
     blocks = BlockManager(host_blocks, B)
@@ -276,8 +278,9 @@ def test_device_bytes_add_up(folders):
     for _ in range(12):
         turn(engine)
         resident = int((kv.residency.slot_of >= 0).sum()) + len(kv._flying)
-        sketch = kv.selector.bytes_per_block(B, model.config.num_kv_heads, model.config.head_dim)
+        sketch = kv.sketches.selector.bytes_per_block(B, model.config.num_kv_heads, model.config.head_dim)
         sealed = sum(s.sealed for s in kv.seats.values())
         expected = resident * kv.slot_bytes + model.config.num_layers * sealed * sketch
         assert sum(kv.device_bytes(s.request) for s in kv.seats.values()) == expected
+        assert f'kv_device_bytes{{model_name="tiny"}} {float(expected)}' in engine.metrics.render().decode()
     run(engine, *callers)

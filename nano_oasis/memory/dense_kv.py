@@ -36,6 +36,9 @@ class KVStore(Protocol):
 
     def begin(self, rows: Sequence[ScheduledRow]) -> KVView: ...
 
+    def report(self) -> tuple[dict[str, float], dict[str, float]] | None:
+        """Counters and levels for Metrics.tiers; None where there is only one tier."""
+
     def end(self, rows: Sequence[ScheduledRow]) -> dict[int, str]:
         """The step is computed. Returns what went wrong, by request id: those results are not to be used."""
 
@@ -65,3 +68,6 @@ class DenseKV:
 
     def end(self, rows: Sequence[ScheduledRow]) -> dict[int, str]:
         return {}  # nothing to do: what was written is where it stays
+
+    def report(self) -> None:
+        return None

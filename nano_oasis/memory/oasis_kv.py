@@ -28,7 +28,8 @@ from nano_oasis.kernels.dispatch import Kernels
 from nano_oasis.memory.coordinator import PrefetchCoordinator, admission_cap
 from nano_oasis.memory.host_tier import HostTier
 from nano_oasis.memory.residency import EMPTY, FLYING, Residency, SlotPool
-from nano_oasis.memory.sketch import Selector, Sketch
+from nano_oasis.memory.seat import OasisStats, Seat
+from nano_oasis.memory.sketch_slabs import SketchSlabs
 from nano_oasis.memory.stream import Stage
 from nano_oasis.memory.tickets import Key, Ticket
 from nano_oasis.request import Request, ScheduledRow
@@ -36,40 +37,9 @@ from nano_oasis.request import Request, ScheduledRow
 WAIT_S = 30.0  # a fetch that takes longer than this is given up and treated as a miss
 
 
-@dataclass
-class Seat:
-    """A running request on the device."""
-
-    request: Request
-    index: int  # in the residency tables
-    generation: int
-    budget: int  # blocks attention reads per layer once shrunk, tail included
-    caps: torch.Tensor  # [planes] blocks it may hold once shrunk
-    floor: int  # slots it may always hold
-    dense: bool = True  # everything is resident: attention reads it all and is exact
-    cold: bool = False  # just shrunk: the next decode step fetches what it wants and waits
-    sealed: int = 0  # leading blocks that are in the host tier and sketched
-
-
-@dataclass
-class OasisStats:
-    """Counts since start, in blocks of one plane."""
-
-    hits: int = 0  # wanted and resident
-    misses: int = 0  # wanted and not resident, whatever was done about it
-    fetched_now: int = 0  # of these, waited for
-    skipped: int = 0  # of these, left out of attention
-    recall_sum: float = 0.0  # audit: share of the true attention mass that was read, summed
-    recall_count: int = 0
-
-    @property
-    def recall(self) -> float | None:
-        return self.recall_sum / self.recall_count if self.recall_count else None
-
-
 @dataclass(eq=False)
 class OasisKV:
-    """slot_keys, slot_values [S, B, Hg, D]: the device; sketches[layer][name] [N, ...] by host block."""
+    """slot_keys, slot_values: [S, B, Hg, D], the device tier."""
 
     config: ModelConfig
     options: EngineConfig
@@ -77,7 +47,7 @@ class OasisKV:
     host: HostTier
     slot_keys: torch.Tensor
     slot_values: torch.Tensor
-    selector: Selector
+    sketches: SketchSlabs
     coordinator: PrefetchCoordinator
     stage: Stage
     max_model_len: int
@@ -86,7 +56,6 @@ class OasisKV:
     failures: dict[int, str] = field(init=False, default_factory=dict)  # this step's, by request id
     stats: OasisStats = field(init=False, default_factory=OasisStats)
     seats: dict[int, Seat] = field(init=False, default_factory=dict)
-    sketches: list[Sketch] = field(init=False, default_factory=list)
 
     def __post_init__(self) -> None:
         c, o = self.config, self.options
@@ -283,18 +252,7 @@ class OasisKV:
             values = torch.cat([self.slot_values[s] for s in slots], dim=2)
             self.host.store_layer(layer, blocks, keys, values)
             if self.config.window(layer) is None:
-                self._sketch(layer, blocks, keys)
-
-    def _sketch(self, layer: int, blocks: torch.Tensor, keys: torch.Tensor) -> None:
-        built = self.selector.build(keys)
-        while len(self.sketches) <= layer:
-            self.sketches.append({})
-        slabs = self.sketches[layer]
-        for name, part in built.items():
-            if name not in slabs:
-                shape = (self.host.num_blocks, *part.shape[1:])
-                slabs[name] = torch.empty(shape, dtype=part.dtype, device=part.device)
-            slabs[name][blocks] = part
+                self.sketches.put(layer, blocks, keys)
 
     def raise_budget(self, seat: Seat) -> None:
         """A quarter more for a request whose audit fell short, as far as the pool allows."""
@@ -317,9 +275,27 @@ class OasisKV:
         table = self.residency.slot_of[:, seat.index]
         slots = int(((table >= 0) | (table == FLYING)).sum())
         c = self.config
-        sketch = self.selector.bytes_per_block(self.block_size, c.num_kv_heads, c.head_dim)
+        sketch = self.sketches.selector.bytes_per_block(self.block_size, c.num_kv_heads, c.head_dim)
         layers = sum(c.window(i) is None for i in range(c.num_layers))
         return slots * self.slot_bytes + layers * seat.sealed * sketch
+
+    def report(self) -> tuple[dict[str, float], dict[str, float]]:
+        """See Metrics.tiers."""
+        o, c = self.stats, self.coordinator.stats
+        totals = {
+            "kv_block_hits": o.hits, "kv_block_misses": o.misses, "kv_block_fetched_now": o.fetched_now,
+            "kv_block_skipped": o.skipped, "kv_prefetch_completed": c.completed,
+            "kv_prefetch_failed": c.failed, "kv_prefetch_cancelled": c.cancelled, "kv_prefetch_late": c.late,
+            "kv_prefetch_bytes": c.bytes, "kv_exposed_wait_seconds": c.exposed_s,
+        }  # fmt: skip
+        levels = {
+            "kv_device_bytes": sum(self.device_bytes(s.request) for s in self.seats.values()),
+            "kv_host_bytes": sum(s.sealed for s in self.seats.values()) * self.host.bytes_per_block,
+            "kv_in_flight_bytes": self.coordinator.bytes_in_flight,
+            "kv_mass_recall": o.recall or 0.0,
+            "kv_link_bandwidth_bytes_per_second": c.bandwidth,
+        }  # fmt: skip
+        return totals, levels
 
     def check(self) -> None:
         """Raise AssertionError unless every slot is in one place (design invariants 1 and 2)."""

@@ -19,13 +19,14 @@ from torch import Tensor
 
 from nano_oasis.memory.audit import mass_recall
 from nano_oasis.memory.residency import EMPTY, FLYING
+from nano_oasis.memory.seat import Seat
 from nano_oasis.memory.sketch import top_blocks
 from nano_oasis.memory.stream import merge, piece_attention, stream_attention
 from nano_oasis.memory.tickets import NOW, Key, Ticket
 from nano_oasis.request import ScheduledRow
 
 if TYPE_CHECKING:
-    from nano_oasis.memory.oasis_kv import OasisKV, Seat
+    from nano_oasis.memory.oasis_kv import OasisKV
 
 
 @dataclass
@@ -197,13 +198,9 @@ class OasisView:
 
     def _mass(self, plane: int, q: Tensor, scale: float, width: int) -> Tensor:
         """Estimated attention mass of every sealed block, [n, M] fp32; 0 for the others."""
-        kv, rows = self.kv, self.sparse
+        kv, rows, (layer, group) = self.kv, self.sparse, divmod(plane, self.kv.groups)
         assert rows is not None
-        layer, group = divmod(plane, kv.groups)
-        table, heads = rows.host_blocks[:, :width], kv.heads(group) or slice(None)
-        sketch = {name: slab[table][:, :, heads] for name, slab in kv.sketches[layer].items()}
-        valid = torch.arange(width) < rows.sealed[:, None]
-        return kv.selector.score(q, sketch, scale, valid).mean(1)
+        return kv.sketches.mass(layer, q, rows.host_blocks[:, :width], rows.sealed, kv.heads(group), scale)
 
     @staticmethod
     def _top(mass: Tensor, count: int, forced: Tensor, valid: Tensor, within: Tensor) -> Tensor:
