@@ -18,9 +18,10 @@ from nano_oasis.kv_build import make_memory
 from nano_oasis.memory.blocks import BlockManager
 from nano_oasis.metrics import Metrics
 from nano_oasis.model import Model
+from nano_oasis.request import Request, SamplingParams, ScheduledRow
 from nano_oasis.runner import Runner
 from nano_oasis.sampler import Sampler
-from nano_oasis.scheduler.scheduler import Scheduler
+from nano_oasis.scheduler.scheduler import Gate, Scheduler
 from nano_oasis.tokenizer import load_tokenizer
 from nano_oasis.weights import load_checkpoint, load_config, resolve_model
 
@@ -68,10 +69,24 @@ def build_engine(
     scheduler = Scheduler(blocks, config.max_num_seqs, config.max_num_batched_tokens, memory.gate)
     known_ids = min(tokenizer.vocab_size, model_config.vocab_size)
     runner = Runner(model, memory.store, Sampler(known_ids), device)
+    warm_up(runner, memory.gate, memory.max_len)
     return Engine(
         runner, scheduler, tokenizer, model_config, info, Metrics(name),
         seed=config.seed, stall_timeout=config.stall_timeout, deliver=deliver, on_stop=memory.close,
     )  # fmt: skip
+
+
+def warm_up(runner: Runner, gate: Gate | None, max_len: int) -> None:
+    """One prefill and one decode of a request nobody sent: compiles kernels, touches every weight."""
+    prompt = [0] * min(2, max_len - 1)
+    request = Request(prompt, SamplingParams(), max_len=len(prompt) + 1, seed=0, block_table=[0, 0, 0])
+    if gate is not None:
+        gate.admit(request)
+    runner.execute([ScheduledRow(request, 0, len(prompt), samples=True)])
+    request.output_ids.append(0)
+    runner.execute([ScheduledRow(request, len(prompt), 1, samples=True)])
+    if gate is not None:
+        gate.leave(request)
 
 
 def default_name(model: str, path: Path) -> str:

@@ -78,6 +78,15 @@ def _make_oasis(
     heads = model.num_kv_heads // config.head_groups
     shape = (device_blocks * model.num_layers * config.head_groups, config.block_size, heads, model.head_dim)
     keys, values = (torch.empty(shape, dtype=dtype, device=device) for _ in range(2))
+    slots_per_step = (
+        model.num_layers * config.head_groups * (-(-config.max_num_batched_tokens // config.block_size) + 2)
+    )
+    if slots_per_step > len(keys):
+        size = format_bytes(device_blocks * block_bytes)
+        raise ConfigError(
+            f"device_kv_memory: {device_blocks} blocks ({size}) do not hold one step's"
+            f" {config.max_num_batched_tokens} new tokens; raise it or lower max_num_batched_tokens"
+        )
     try:
         host = HostTier.create(
             model, host_blocks, config.block_size, dtype, config.host_kv_format, config.host_kv_path
@@ -90,13 +99,6 @@ def _make_oasis(
     kv = OasisKV(
         model, config, select_kernels(device), host, keys, values, sketches, coordinator, stage, max_len
     )
-    least = kv.reserve + int(kv._caps(1, 1).sum())
-    if least > len(keys):
-        raise ConfigError(
-            f"device_kv_memory: {format_bytes(len(keys) * kv.slot_bytes)} do not hold one step's"
-            f" {config.max_num_batched_tokens} new tokens ({format_bytes(least * kv.slot_bytes)});"
-            " raise it or lower max_num_batched_tokens"
-        )
     coordinator.start()
 
     def close() -> None:

@@ -6,10 +6,13 @@ import pytest
 import torch
 from fakes import Caller, FakeTokenizer, run, turn
 from make_checkpoints import make_hf
+from make_tokenizers import write_bpe_folder
 
-from nano_oasis.config import EngineConfig, EngineInfo
+from nano_oasis import LLM
+from nano_oasis.config import ConfigError, EngineConfig, EngineInfo
 from nano_oasis.engine import Engine
 from nano_oasis.kernels.dispatch import select_kernels
+from nano_oasis.kv_build import make_memory
 from nano_oasis.memory.blocks import BlockManager
 from nano_oasis.memory.clock import VirtualClock
 from nano_oasis.memory.coordinator import PrefetchCoordinator
@@ -284,3 +287,43 @@ def test_device_bytes_add_up(folders):
         assert sum(kv.device_bytes(s.request) for s in kv.seats.values()) == expected
         assert f'kv_device_bytes{{model_name="tiny"}} {float(expected)}' in engine.metrics.render().decode()
     run(engine, *callers)
+
+
+def test_int8_host_tier_and_file_behind_the_engine(folders, tmp_path):
+    make_hf("llama", tmp_path / "m", vocab_size=640)
+    write_bpe_folder(tmp_path / "m")
+    options = {"max_model_len": 512, "max_num_batched_tokens": 32, "max_num_seqs": 4, "num_device_blocks": 24}
+    oasis = {"kv_mode": "oasis", "kv_budget": 64, "host_kv_memory": "8MiB"}
+    prompts = [{"prompt_token_ids": p} for p in prompts_of([300, 250, 200])]
+    for extra in ({}, {"host_kv_format": "int8"}, {"host_kv_path": str(tmp_path / "kv")}):
+        with LLM(str(tmp_path / "m"), **options, **oasis, **extra) as llm:
+            outs = llm.generate(prompts, GREEDY)
+            assert [len(o.outputs[0].token_ids) for o in outs] == [20, 20, 20]
+            assert llm.engine.runner.kv.pool.num_slots == 24 * 3
+            again = llm.generate(prompts[0], GREEDY)[0]
+            assert again.num_cached_tokens == 288  # found in the host tier
+    assert not list(tmp_path.glob("kv*"))
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"kv_budget": 64}, "kv_budget: needs kv_mode=oasis"),
+        ({"host_kv_memory": "1GiB"}, "host_kv_memory: needs kv_mode=oasis"),
+        ({"kv_mode": "oasis", "head_groups": 3}, "head_groups: 3 does not divide the model's 2 KV heads"),
+        ({"kv_mode": "oasis", "device_kv_memory": "64KiB"}, "do not hold one step's"),
+        ({"kv_mode": "oasis", "host_kv_memory": "1KiB"}, "host_kv_memory: "),
+        ({"kv_mode": "oasis", "host_kv_memory": "1MiB", "max_model_len": 4096}, "do not fit the host tier"),
+        ({"kv_mode": "oasis", "audit_recall": 0.9}, "audit_recall: needs audit_every"),
+        ({"kv_mode": "oasis", "host_kv_path": "/nowhere/at/all"}, "host tier: "),
+        ({"kv_mode": "sparse"}, "kv_mode: must be one of dense, oasis"),
+    ],
+)
+def test_bad_combinations_are_refused_by_name(folders, options, words):
+    config_options = {"num_device_blocks": 100, **options}
+    if "device_kv_memory" in options:
+        del config_options["num_device_blocks"]
+    model = model_of(folders["llama"])
+    with pytest.raises(ConfigError, match=words):
+        config = EngineConfig.make(max_num_seqs=8, **config_options)
+        make_memory(config, model.config, config.max_model_len or 512, torch.float32, "cpu")

@@ -26,7 +26,7 @@ import torch
 from nano_oasis.config import EngineConfig, ModelConfig, format_bytes
 from nano_oasis.kernels.dispatch import Kernels
 from nano_oasis.memory.coordinator import PrefetchCoordinator, admission_cap
-from nano_oasis.memory.host_tier import HostTier
+from nano_oasis.memory.host_tier import HostTier, HostTierError
 from nano_oasis.memory.residency import EMPTY, FLYING, Residency, SlotPool
 from nano_oasis.memory.seat import OasisStats, Seat
 from nano_oasis.memory.sketch_slabs import SketchSlabs
@@ -233,7 +233,7 @@ class OasisKV:
             if row.start >= len(row.request.prompt_ids):
                 seat.cold = False
         if parts:
-            self._seal(parts)
+            self._seal_or_fail(parts)
         for row in rows:
             seat = self.seats[row.request.id]
             if not seat.dense and row.start < len(row.request.prompt_ids):
@@ -241,6 +241,17 @@ class OasisKV:
                 self._trim(seat, seat.sealed)
         failures, self.failures = self.failures, {}
         return failures
+
+    def _seal_or_fail(self, parts: list[tuple[Seat, int]]) -> None:
+        """A block the host tier refuses (int8 takes no NaN, a file can vanish) fails its own request only."""
+        try:
+            self._seal(parts)
+        except HostTierError as error:
+            if len({s.request.id for s, _ in parts}) > 1:
+                for seat in {s.request.id: s for s, _ in parts}.values():
+                    self._seal_or_fail([p for p in parts if p[0] is seat])
+            else:
+                self.failures[parts[0][0].request.id] = f"KV could not be stored: {error}"
 
     def _seal(self, parts: list[tuple[Seat, int]]) -> None:
         blocks = torch.tensor([s.request.block_table[p] for s, p in parts])  # [n] host blocks
