@@ -29,11 +29,11 @@ SELECTOR_TABLE = [
     Sparse(DEFAULT, predictor="previous"),
 ]
 VARIANT_TABLE = [
-    *[Sparse(name, estimate=True) for name in ("exact", DEFAULT)],
-    *[Sparse(name, early=early) for early in (0, 1) for name in ("exact", DEFAULT)],
-    *[Sparse(name, block=32) for name in ("exact", DEFAULT)],
-    Sparse("exact", predictor="previous"),
-    *[Sparse(name, per_head=True) for name in ("twobit", "sign1", "mean")],
+    *[Sparse(name, early=early) for early in (1, 0) for name in ("exact", DEFAULT)],
+    *[Sparse(name, early=1, estimate=True) for name in ("exact", DEFAULT)],
+    *[Sparse(name, early=1, block=32) for name in ("exact", DEFAULT)],
+    Sparse("minmax", early=1),
+    Sparse("twobit", per_head=True, early=1),
 ]
 
 
@@ -113,14 +113,14 @@ QUESTION = "\n\nWhat is the magic number for {city} mentioned in the text?"
 ANSWER = "The magic number for {city} mentioned in the text is"
 
 
-def measure_needle(decoder: Decoder, length: int, budget: int, count: int) -> dict[str, int]:
+def measure_needle(decoder: Decoder, length: int, budget: int, count: int, per_head: bool) -> dict[str, int]:
     """How many of `count` numbers each way of decoding finds, greedily, after a dense prefill.
 
     The last prompt token is already decoded sparsely, so that no digit comes from the dense prefill.
     """
     names = ["exact", DEFAULT, "twobit", "minmax", "mean"]
-    configs: list[Sparse | None] = [None, *[Sparse(name, budget) for name in names]]
-    configs += [Sparse(DEFAULT, budget, predictor="previous")]
+    configs: list[Sparse | None] = [None, *[Sparse(name, budget, per_head=per_head) for name in names]]
+    configs += [Sparse(DEFAULT, budget, per_head=per_head, predictor="previous")]
     found = {str(c) if c else "dense": 0 for c in configs}
     last: list[int] = []
     for ids, number in needle_prompts(decoder, length, count):
@@ -245,6 +245,7 @@ def main() -> None:
     parser.add_argument("--windows", type=int, default=3, help=f"passes of {STEPS} steps per text")
     parser.add_argument("--needle-tokens", type=int, default=4000)
     parser.add_argument("--needle-budget", type=int, default=256)
+    parser.add_argument("--needle-per-head", action="store_true", help="one choice per KV head")
     parser.add_argument("--needles", type=int, default=20)
     args = parser.parse_args()
     torch.set_grad_enabled(False)
@@ -261,7 +262,7 @@ def main() -> None:
         print_kl(decoder, VARIANT_TABLE, args.prefix, args.windows)
     if "needle" in args.parts:
         print(f"\n{args.needles} needles in {args.needle_tokens} tokens, budget {args.needle_budget}")
-        measure_needle(decoder, args.needle_tokens, args.needle_budget, args.needles)
+        measure_needle(decoder, args.needle_tokens, args.needle_budget, args.needles, args.needle_per_head)
 
 
 if __name__ == "__main__":
