@@ -150,7 +150,7 @@ class EngineConfig:
     host_kv_format: str = _oasis("auto", "auto = as the model; int8", choices=("auto", "int8"))
     kv_budget: int = _oasis(2048, "tokens attention reads per layer under pressure", low=1, high=2**24)
     selector: str = _oasis(
-        "twobit", "key sketch that ranks blocks",
+        "fourbit", "key sketch that ranks blocks",
         choices=("exact", "mean", "minmax", "sign1", "twobit", "fourbit"),
     )  # fmt: skip
     predictor: str = _oasis(
