@@ -23,12 +23,15 @@ SECOND = NBYTES  # a wire of this bandwidth takes one second per block
 
 
 STARTED: list[PrefetchCoordinator] = []
+HELD: list[threading.Event] = []
 
 
 @pytest.fixture(autouse=True)
 def nothing_is_left():
     """Whatever a test did, stopping returns all that is outstanding."""
     yield
+    while HELD:
+        HELD.pop().set()
     while STARTED:
         coordinator = STARTED.pop()
         coordinator.stop(timeout_s=1)
@@ -339,6 +342,7 @@ def test_copies_run_on_neither_the_step_thread_nor_the_loop():
 def make_busy(move):
     """A coordinator whose only worker is held in its first copy, and the event that lets it go."""
     entered, go_on, here = threading.Event(), threading.Event(), []
+    HELD.append(go_on)
 
     def held(layer, tickets):
         if threading.current_thread().name.startswith("nano-oasis-copy"):
@@ -406,6 +410,7 @@ def test_an_interrupted_wait_loses_no_ticket():
 @watchdog()
 def test_stopping_leaves_a_copy_of_the_waiting_thread_to_that_thread():
     world, inside, go_on = World(), threading.Event(), threading.Event()
+    HELD.append(go_on)
 
     def slow(layer, tickets):
         inside.set()
