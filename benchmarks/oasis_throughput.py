@@ -28,6 +28,8 @@ class StepTimer:
         self.most_rows = 0
         engine, step, execute = llm.engine, llm.engine.step, llm.engine.runner.execute
         self._rows: list = []
+        self._kv = llm.engine.runner.kv
+        self.device_bytes = 0  # the most that a shrunk request held, everything counted
 
         def spy(rows):
             self._rows = rows
@@ -49,6 +51,9 @@ class StepTimer:
             self.decode_tokens += len(self._rows)
             self.decode_s += seconds
             self.most_rows = max(self.most_rows, len(self._rows))
+            shrunk = [s for s in getattr(self._kv, "seats", {}).values() if not s.dense]
+            held = [self._kv.device_bytes(s.request) for s in shrunk[:1]]
+            self.device_bytes = max([self.device_bytes, *held])
 
 
 def prompts_of(llm: LLM, args: argparse.Namespace, count: int) -> list[dict]:
@@ -82,6 +87,8 @@ def run(args: argparse.Namespace, name: str, count: int, **options) -> dict:
         }
         if hasattr(kv, "stats"):
             s = kv.stats
+            dense_bytes = (args.prompt + args.new) * llm.engine.model_config.kv_bytes_per_token(4)
+            row["device_kv_of_dense"] = round(dense_bytes / max(timer.device_bytes, 1), 2)
             row["hit_rate"] = round(s.hits / max(s.hits + s.misses, 1), 3)
             row["exposed_share"] = round(kv.coordinator.stats.exposed_s / timer.decode_s, 3)
     print(json.dumps(row), flush=True)
