@@ -1,4 +1,7 @@
-"""What the prefetch tests share: a watchdog, a small host tier and pool, links that tests hold still."""
+"""What the prefetch tests share: a watchdog, a small host tier and pool, links that tests hold still.
+
+Tests that use make_coordinator import the fixture nothing_is_left too.
+"""
 
 from __future__ import annotations
 
@@ -8,8 +11,11 @@ import sys
 import threading
 import traceback
 
+import pytest
 import torch
 
+from nano_oasis.memory.clock import VirtualClock
+from nano_oasis.memory.coordinator import PrefetchCoordinator
 from nano_oasis.memory.link import BlockMover, LinkError
 from nano_oasis.memory.tickets import Ticket
 
@@ -124,3 +130,33 @@ def make_ticket(slot: int = 0, **changes) -> Ticket:
     fields = {"request_id": 1, "generation": 0, "layer": 0, "group": 0, "position": slot, "step": 1}
     fields |= {"host_block": slot % BLOCKS, "slot": slot, "nbytes": NBYTES}
     return Ticket(**(fields | changes))
+
+
+STARTED: list[PrefetchCoordinator] = []
+HELD: list[threading.Event] = []
+
+
+@pytest.fixture(autouse=True)
+def nothing_is_left():
+    """Whatever a test did, stopping returns all that is outstanding."""
+    yield
+    while HELD:
+        HELD.pop().set()
+    while STARTED:
+        coordinator = STARTED.pop()
+        coordinator.stop(timeout_s=1)
+        coordinator.completed()
+        assert coordinator.in_flight() == coordinator.bytes_in_flight == 0
+
+
+def make_coordinator(link, clock=None, **options):
+    """Started, in virtual time, one block per batch; and its clock."""
+    clock = clock or VirtualClock()
+    coordinator = PrefetchCoordinator(link, clock=clock, **({"batch_bytes": NBYTES} | options))
+    coordinator.start()
+    STARTED.append(coordinator)
+    return coordinator, clock
+
+
+def slots(tickets):
+    return [t.slot for t in tickets]
