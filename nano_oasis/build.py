@@ -47,11 +47,19 @@ def build_engine(
     template = Path(config.chat_template).read_text() if config.chat_template else None
     tokenizer = load_tokenizer(path, template)
     report("tokenizer", 1, 1)
-    checkpoint = load_checkpoint(
-        path, _dtype(config, device), device, lambda done, total: report("weights", done, total)
+    dtype = _dtype(config, device)
+    # On CPU the KV pool comes first: sizes that do not fit are refused before the slow part.
+    memory = (
+        make_memory(config, model_config, wanted_len, dtype, device) if dtype and device == "cpu" else None
     )
-    memory = make_memory(config, model_config, wanted_len, checkpoint.dtype, device)
-    model = Model(model_config, checkpoint.tensors, memory.max_len)
+    try:
+        checkpoint = load_checkpoint(path, dtype, device, lambda done, total: report("weights", done, total))
+        memory = memory or make_memory(config, model_config, wanted_len, checkpoint.dtype, device)
+        model = Model(model_config, checkpoint.tensors, memory.max_len)
+    except BaseException:
+        if memory is not None:
+            memory.close()
+        raise
     name = config.served_model_name or default_name(config.model, path)
     info = EngineInfo(
         model_name=name,

@@ -90,7 +90,7 @@ class Engine:
 
     def submit(self, prompt_ids: Sequence[int], params: SamplingParams, sink: Sink) -> Submission:
         """Queue a prompt; `sink` gets its events. Raises RequestError if it can never run, EngineDead."""
-        max_len = longest(prompt_ids, params, self.info.max_model_len, self.model_config.vocab_size)
+        max_len = self.check(prompt_ids, params)
         seed = params.seed if params.seed is not None else self._seeds.getrandbits(63)
         ends = frozenset() if params.ignore_eos else self.end_ids
         requests = []
@@ -113,6 +113,10 @@ class Engine:
         for _ in requests:
             self.metrics.request_received()
         return Submission(requests)
+
+    def check(self, prompt_ids: Sequence[int], params: SamplingParams) -> int:
+        """The most tokens prompt plus output may reach. Raises RequestError if the prompt can never run."""
+        return longest(prompt_ids, params, self.info.max_model_len, self.model_config.vocab_size)
 
     def abort(self, submission: Submission) -> None:
         """End it soon with finish_reason "abort". Does nothing to choices that have finished."""
@@ -272,7 +276,9 @@ class Engine:
         self._count_finished(request)
 
     def _emit(self, request: Request, text: str, drawn: SampledToken | None) -> None:
-        first = request.index == 0 and len(request.output_ids) <= 1
+        prompt_logprobs = None
+        if request.index == 0 and request.prompt_logprobs and not request.prompt_logprobs_sent:
+            prompt_logprobs, request.prompt_logprobs_sent = tuple(request.prompt_logprobs), True
         wants = request.params.logprobs is not None and drawn is not None and drawn.logprob is not None
         event = TokenEvent(
             index=request.index,
@@ -283,7 +289,7 @@ class Engine:
             stop_reason=request.stop_reason,
             error=request.error,
             num_cached_tokens=request.num_cached,
-            prompt_logprobs=tuple(request.prompt_logprobs) if first and request.prompt_logprobs else None,
+            prompt_logprobs=prompt_logprobs,
         )
         self._events.append((request.sink, event))
 

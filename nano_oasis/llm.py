@@ -9,7 +9,7 @@ from __future__ import annotations
 import itertools
 import queue
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
@@ -40,9 +40,6 @@ class LLM:
     def tokenizer(self) -> Tokenizer:
         return self.engine.tokenizer
 
-    def get_tokenizer(self) -> Tokenizer:
-        return self.engine.tokenizer
-
     def generate(
         self,
         prompts: Prompt | Sequence[Prompt],
@@ -54,7 +51,11 @@ class LLM:
         Results come in the order of the prompts. `use_tqdm` shows a progress bar (many prompts, on a
         terminal). Raises RequestError before anything runs, GenerationError if a request fails.
         """
-        many = list(prompts) if isinstance(prompts, (list, tuple)) else [prompts]
+        many = (
+            list(prompts)
+            if isinstance(prompts, Iterable) and not isinstance(prompts, (str, dict))
+            else [prompts]
+        )
         jobs = []
         for prompt in many:
             text, ids = parse_prompt(prompt)
@@ -95,6 +96,8 @@ class LLM:
             each = list(params)
         if len(each) != len(jobs):
             raise RequestError(f"{len(jobs)} prompts, but {len(each)} sampling_params", "sampling_params")
+        for (_, ids), p in zip(jobs, each, strict=True):
+            self.engine.check(ids, p)  # all of them before the first one runs
         inbox: queue.SimpleQueue[tuple[int, TokenEvent]] = queue.SimpleQueue()
         builders = [
             OutputBuilder(f"req-{next(self._ids)}", text, ids, p.n, self.tokenizer)
@@ -120,8 +123,12 @@ class LLM:
         return [b.result for b in builders]
 
     def close(self) -> None:
-        """Abort what runs and stop the engine; later calls raise EngineDead."""
+        """Abort what runs (it ends with finish_reason "abort") and stop; later calls raise EngineDead."""
         self.engine.stop()
+
+    def __del__(self) -> None:
+        if "engine" in vars(self):  # not if the constructor failed
+            self.close()
 
     def __enter__(self) -> LLM:
         return self

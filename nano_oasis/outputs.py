@@ -7,6 +7,7 @@ Must not know: the engine, threads, sockets.
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from numbers import Integral
 
 from nano_oasis.request import RequestError, TokenEvent, TokenLogprob
 from nano_oasis.tokenizer import Tokenizer
@@ -117,7 +118,12 @@ def parse_prompt(prompt: object) -> tuple[str | None, list[int] | None]:
         unknown = set(prompt) - {"prompt_token_ids", "prompt"}
         if unknown:
             raise RequestError(f"prompt has unknown keys: {', '.join(sorted(map(str, unknown)))}", "prompt")
-        return prompt.get("prompt"), list(prompt["prompt_token_ids"])
+        # Integers of other libraries (numpy's) are integers too; what is none is refused by the engine.
+        ids = [
+            int(i) if isinstance(i, Integral) and not isinstance(i, bool) else i
+            for i in prompt["prompt_token_ids"]
+        ]
+        return prompt.get("prompt"), ids
     raise RequestError(
         f'prompt must be a string or {{"prompt_token_ids": [...]}}, got {type(prompt).__name__}', "prompt"
     )

@@ -75,18 +75,16 @@ class SamplingParams:
         for name in ("ignore_eos", "skip_special_tokens"):
             if not isinstance(getattr(self, name), bool):
                 raise RequestError(f"{name} must be true or false, got {getattr(self, name)!r}", name)
-        stop = [self.stop] if isinstance(self.stop, str) else list(self.stop or ())
+        stop = self._list("stop", [self.stop] if isinstance(self.stop, str) else self.stop)
         if len(stop) > MAX_STOP_STRINGS:
             raise RequestError(f"stop takes at most {MAX_STOP_STRINGS} strings, got {len(stop)}", "stop")
         for s in stop:
             if not isinstance(s, str) or not s:
                 raise RequestError(f"stop must be a non-empty string or a list of them, got {s!r}", "stop")
-        ids = list(self.stop_token_ids or ())
+        ids = self._list("stop_token_ids", self.stop_token_ids)
         for i in ids:
-            if isinstance(i, bool) or not isinstance(i, int) or i < 0:
-                raise RequestError(
-                    f"stop_token_ids must be token ids (0 or more), got {i!r}", "stop_token_ids"
-                )
+            if isinstance(i, bool) or not isinstance(i, int) or not 0 <= i < 2**31:
+                raise RequestError(f"stop_token_ids must be from 0 to 2^31 - 1, got {i!r}", "stop_token_ids")
         object.__setattr__(self, "stop", tuple(stop))
         object.__setattr__(self, "stop_token_ids", tuple(ids))
         if self.max_tokens is not None and self.min_tokens > self.max_tokens:
@@ -97,6 +95,12 @@ class SamplingParams:
     @property
     def greedy(self) -> bool:
         return self.temperature < 1e-5
+
+    @staticmethod
+    def _list(name: str, value: Any) -> list[Any]:
+        if value is not None and not isinstance(value, (list, tuple)):
+            raise RequestError(f"{name} must be a list, got {value!r}", name)
+        return list(value or ())
 
     def _choice(self, name: str, allowed: Sequence[str]) -> None:
         v = getattr(self, name)
@@ -185,6 +189,7 @@ class Request:
     stop_reason: int | str | None = None
     error: str | None = None
     prompt_logprobs: list[TokenLogprob | None] = field(default_factory=list)
+    prompt_logprobs_sent: bool = False
     siblings: list[Request] = field(default_factory=list)  # choices 1.. wait for choice 0's prefill
     sink: Any = None  # engine-owned: where this request's events go
     text: Any = None  # engine-owned: its detokeniser and stop matcher

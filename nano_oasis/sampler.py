@@ -37,6 +37,8 @@ class Sampler:
         if not requests:
             return []
         logits[:, self.num_tokens :] = -torch.inf
+        if logits.isnan().any():  # the engine then runs the rows alone, so only the broken one fails
+            raise FloatingPointError("the model's logits are not numbers")
         raw = self._copies_for_logprobs(logits, requests)
         for row, request in enumerate(requests):
             ban_ends(logits[row], request)
@@ -93,8 +95,8 @@ def _nucleus_edge(probs: torch.Tensor, top_p: float) -> torch.Tensor:
     best = probs.topk(min(_NUCLEUS, len(probs))).values
     if best.sum() < top_p and len(best) < len(probs):
         best = probs.sort(descending=True).values
-    before = best.cumsum(0) - best  # mass of everything likelier
-    return best[before < top_p][-1]
+    before = best.cumsum(0) - best  # mass of everything likelier; 0 for the first, which always stays
+    return best[: max(int((before < top_p).sum()), 1)][-1]
 
 
 def draw(probs: torch.Tensor, uniforms: Sequence[float]) -> torch.Tensor:

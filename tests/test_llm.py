@@ -1,8 +1,10 @@
 """The Python API: LLM, AsyncEngine and the shapes they return, on a tiny real checkpoint (B034)."""
 
 import asyncio
+import gc
 import threading
 
+import numpy as np
 import pytest
 from make_checkpoints import make_hf
 from make_tokenizers import write_bpe_folder
@@ -83,6 +85,21 @@ def test_B034_two_threads_share_one_engine(llm):
     for t in threads:
         t.join(30)
     assert results == dict.fromkeys(range(3), expected)
+
+
+def test_generators_and_foreign_integers_are_prompts_too(llm):
+    ids = [{"prompt_token_ids": list(np.array(llm.tokenizer.encode(p)))} for p in PROMPTS]
+    assert ids_of(llm.generate(iter(ids), GREEDY)) == ids_of(llm.generate(PROMPTS, GREEDY))
+
+
+def test_an_llm_that_is_dropped_ends_its_thread(folder):
+    dropped = LLM(str(folder), **OPTIONS)
+    thread = dropped.engine._thread
+    assert thread.is_alive()
+    del dropped
+    gc.collect()
+    thread.join(10)
+    assert not thread.is_alive()
 
 
 def test_chat_renders_the_template(llm):

@@ -48,6 +48,7 @@ def brute_force(logits: torch.Tensor, p: SamplingParams) -> torch.Tensor:
         {"min_p": 1.0},
         {"top_k": 10, "top_p": 0.7, "min_p": 0.02},
         {"top_p": 1e-6},
+        {"top_p": 1e-300},
     ],
 )
 def test_filters_equal_brute_force(options):
@@ -133,8 +134,8 @@ def test_B058_tiny_temperatures_are_greedy(temperature):
         *[("seed", v) for v in (-1, 2**63, "x", 1.5)],
         *[("n", v) for v in (0, -1, 129, 1.0)],
         *[("max_tokens", v) for v in (-1, 1.5, "10")],
-        *[("stop", v) for v in ("", [""], ["a", ""], [3], ["x"] * 17)],
-        *[("stop_token_ids", v) for v in ([-1], ["a"], [True])],
+        *[("stop", v) for v in ("", [""], ["a", ""], [3], ["x"] * 17, 5, {"a": 1})],
+        *[("stop_token_ids", v) for v in ([-1], ["a"], [True], 5, [10**30])],
         *[("logprobs", v) for v in (-1, 21, True)],
         ("ignore_eos", 1),
         ("min_tokens", 17),
@@ -184,3 +185,10 @@ def test_logprobs_are_before_temperature_and_filters():
     expected = logits.log_softmax(-1)[0]
     assert hot.logprob.logprob == pytest.approx(expected[hot.token_id].item(), abs=1e-5)
     assert hot.logprob.rank == 1 and len(hot.logprob.top) == 1
+
+
+def test_B060_logits_that_are_no_numbers_fail_instead_of_drawing():
+    logits = rows(1)
+    logits[0, 3] = torch.nan
+    with pytest.raises(FloatingPointError, match="not numbers"):
+        Sampler(VOCAB)(logits, [request(temperature=0)])
