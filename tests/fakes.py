@@ -169,3 +169,13 @@ def solo(prompt: list[int], params: SamplingParams, **options):
     caller = Caller(engine, prompt, params)
     run(engine, caller)
     return caller.outputs
+
+
+def same(got, expected) -> None:
+    """Asserts that two lists of CompletionOutput say the same, but for rounding in logprobs."""
+    for a, b in zip(got, expected, strict=True):
+        assert a.token_ids == b.token_ids
+        assert (a.text, a.finish_reason, a.stop_reason) == (b.text, b.finish_reason, b.stop_reason)
+        assert (a.logprobs is None) == (b.logprobs is None)
+        if a.logprobs:
+            assert [list(x) for x in a.logprobs] == [list(x) for x in b.logprobs]

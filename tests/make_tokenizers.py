@@ -6,6 +6,7 @@ import functools
 import io
 import itertools
 import json
+import random
 from pathlib import Path
 from typing import Any
 
@@ -55,6 +56,19 @@ CHATML = (
 
 
 @functools.cache
+def random_texts(count: int, seed: int = 0) -> list[str]:
+    """Slices of the corpus, and strings of awkward letters."""
+    rng = random.Random(seed)
+    texts = []
+    for _ in range(count // 2):
+        start = rng.randrange(len(CORPUS))
+        texts.append(CORPUS[start : start + rng.randrange(1, 80)])
+        texts.append(
+            "".join(rng.choices("ab cX\n\t\r龜世é🫠👩‍👧<>/|0123.,!'\"ñक्ष한\u200b", k=rng.randrange(1, 30)))
+        )
+    return texts
+
+
 def trained_bpe(split: str | None = None, *, digits: bool = True) -> tokenizers.Tokenizer:
     """A byte-level BPE of about 600 tokens. split: a regular expression for words instead of GPT-2's."""
     tokenizer = tokenizers.Tokenizer(models.BPE())
