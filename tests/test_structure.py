@@ -6,7 +6,9 @@ from pathlib import Path
 
 import pytest
 
-PACKAGE = Path(__file__).parent.parent / "nano_oasis"
+ROOT = Path(__file__).parent.parent
+PACKAGE = ROOT / "nano_oasis"
+MAX_LINES = 350  # of any file, tests and benchmarks too
 FILES = sorted(p for p in PACKAGE.rglob("*.py"))
 
 # The table of docs/01-tour.md. A module may import its own level and below.
@@ -74,7 +76,13 @@ def test_torch_stays_out_of_the_pure_parts(path):
 @pytest.mark.parametrize("path", FILES, ids=name_of)
 def test_files_are_short_and_introduce_themselves(path):
     text = path.read_text()
-    assert len(text.splitlines()) <= 350
+    assert len(text.splitlines()) <= MAX_LINES
     if text.strip() and path.name != "__init__.py":
         intro = ast.get_docstring(ast.parse(text)) or ""
         assert re.search(r"\bOwns\b", intro) and re.search(r"[Mm]ust\s+not\s+know", intro), path.name
+
+
+@pytest.mark.parametrize("folder", ["tests", "benchmarks"])
+def test_files_beside_the_package_are_short_too(folder):
+    lengths = {str(p): len(p.read_text().splitlines()) for p in (ROOT / folder).rglob("*.py")}
+    assert lengths and not {path: n for path, n in lengths.items() if n > MAX_LINES}
