@@ -52,7 +52,7 @@ def make_memory(
         return _make_oasis(config, model, max_len, dtype, device)
     blocks, max_len = size_pool(config, model, max_len, dtype, device)
     cache = KVCache.allocate(model, blocks, config.block_size, dtype, device)
-    return Memory(DenseKV(cache, select_kernels(device), device), None, blocks, max_len, cache.nbytes)
+    return Memory(DenseKV(cache, select_kernels(device, dtype), device), None, blocks, max_len, cache.nbytes)
 
 
 def _make_oasis(
@@ -82,9 +82,9 @@ def _make_oasis(
         model.num_layers * config.head_groups * (-(-config.max_num_batched_tokens // config.block_size) + 2)
     )
     if slots_per_step > len(keys):
-        size = format_bytes(device_blocks * block_bytes)
+        given = format_bytes(device_blocks * block_bytes)
         raise ConfigError(
-            f"device_kv_memory: {device_blocks} blocks ({size}) do not hold one step's"
+            f"device_kv_memory: {device_blocks} blocks ({given}) do not hold one step's"
             f" {config.max_num_batched_tokens} new tokens; raise it or lower max_num_batched_tokens"
         )
     try:
@@ -96,8 +96,18 @@ def _make_oasis(
     coordinator = PrefetchCoordinator(MemcpyLink(BlockMover(host, keys, values, config.head_groups)))
     stage = Stage(_STAGE_BLOCKS, config.block_size, heads, model.head_dim, dtype, device)
     sketches = SketchSlabs(make_selector(config.selector), host_blocks, model.num_layers)
+    kernels = select_kernels(device, dtype)
     kv = OasisKV(
-        model, config, select_kernels(device), host, keys, values, sketches, coordinator, stage, max_len
+        model,
+        config,
+        select_kernels(device, dtype),
+        host,
+        keys,
+        values,
+        sketches,
+        coordinator,
+        stage,
+        max_len,
     )
     coordinator.start()
 

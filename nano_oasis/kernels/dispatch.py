@@ -1,4 +1,4 @@
-"""Picks the attention kernels once, at start: torch on CPU, Triton on a GPU.
+"""Picks the attention kernels once, at start: compiled or torch on CPU, Triton on a GPU.
 
 Owns: that choice, and how one mixed batch is divided between decode and prefill. Must not know: the
 model, or how either backend works.
@@ -6,14 +6,29 @@ model, or how either backend works.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cache
 
 import torch
 from torch import Tensor
 
 from nano_oasis.kernels import reference
 from nano_oasis.kernels.batch import AttentionBatch
+
+log = logging.getLogger(__name__)
+
+
+@cache
+def numba_works() -> bool:
+    """numba is an option: some platforms lack it, and it refuses a numpy newer than itself."""
+    try:
+        import numba  # noqa: F401
+    except (ImportError, OSError) as error:
+        log.warning("the slower torch kernels are used: numba cannot be imported (%s)", error)
+        return False
+    return True
 
 
 @dataclass(frozen=True)
@@ -54,10 +69,17 @@ class Kernels:
         return parts[0] if len(parts) == 1 else torch.cat(parts)
 
 
-def select_kernels(device: torch.device | str) -> Kernels:
-    """`cpu` -> the torch twins, `cuda` (NVIDIA or AMD) -> Triton. Raises ValueError for other devices."""
+def select_kernels(device: torch.device | str, dtype: torch.dtype = torch.float32) -> Kernels:
+    """`cuda` (NVIDIA or AMD) -> Triton; `cpu` -> compiled by numba for fp32, else the torch twins.
+
+    Raises ValueError for other devices.
+    """
     kind = torch.device(device).type
     if kind == "cpu":
+        if dtype == torch.float32 and numba_works():
+            from nano_oasis.kernels.cpu_decode import paged_decode as compiled_decode
+
+            return Kernels("numba", reference.write_kv, compiled_decode, reference.paged_prefill)
         return Kernels("torch", reference.write_kv, reference.paged_decode, reference.paged_prefill)
     if kind != "cuda":
         raise ValueError(f"no attention kernels for device {str(device)!r}; use 'cpu' or 'cuda'")

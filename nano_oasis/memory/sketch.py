@@ -16,6 +16,8 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
+from nano_oasis.kernels.dispatch import numba_works
+
 Sketch = dict[str, Tensor]
 
 
@@ -51,11 +53,33 @@ class Selector(ABC):
         logits = self.logits(q.float() * scale, sketch)
         if valid is not None:
             logits = logits.masked_fill(~valid[:, None], -torch.inf)
-        mass = torch.softmax(logits, -1)
-        if valid is not None:
-            mass = mass.nan_to_num(0.0)  # a softmax over nothing
-        heads = next(iter(sketch.values())).shape[2]
-        return mass.view(len(q), heads, -1, mass.shape[-1]).mean(2)
+        return _mass(logits, next(iter(sketch.values())).shape[2])
+
+    def logits_at(
+        self, q: Tensor, slabs: Sketch, table: Tensor, counts: Tensor, heads: slice = slice(None)
+    ) -> Tensor:
+        """As logits, from slabs [N, H, ...] through a table: -> [R, Hq, M], -inf from counts[r] on.
+
+        table [R, M] int64, of which row r has counts[r] blocks (int64; the other entries are any blocks
+        that exist); q [R, Hq, D] has the query heads of the KV heads `heads`.
+        """
+        logits = self.logits(q, {name: slab[table][:, :, heads] for name, slab in slabs.items()})
+        valid = torch.arange(table.shape[1], device=table.device) < counts[:, None]
+        return logits.masked_fill(~valid[:, None], -torch.inf)
+
+    def score_at(
+        self, q: Tensor, slabs: Sketch, table: Tensor, counts: Tensor, scale: float,
+        heads: slice = slice(None),
+    ) -> Tensor:  # fmt: skip
+        """As score, from slabs through a table (see logits_at) -> fp32 [R, H of `heads`, M]."""
+        count = len(range(*heads.indices(next(iter(slabs.values())).shape[1])))
+        return _mass(self.logits_at(q.float() * scale, slabs, table, counts, heads), count)
+
+
+def _mass(logits: Tensor, heads: int) -> Tensor:
+    """[R, Hq, n] -> [R, heads, n]; zeros for a row of -inf, where softmax is over nothing."""
+    mass = torch.softmax(logits, -1).nan_to_num(0.0)
+    return mass.view(len(mass), heads, -1, mass.shape[-1]).mean(2)
 
 
 def per_layer(mass: Tensor) -> Tensor:
@@ -241,6 +265,16 @@ class FourBit(Selector):
         dots = _product(q_low - q_high / 16, (codes & 15).float()) + _product(q_high / 16, codes.float())
         base, step = (_per_query_head(sketch[x], q.shape[1]) for x in ("base", "step"))
         return _sum_tokens(base * q.sum(-1, keepdim=True) + step * dots, sketch["codes"].shape[-1])
+
+    def logits_at(
+        self, q: Tensor, slabs: Sketch, table: Tensor, counts: Tensor, heads: slice = slice(None)
+    ) -> Tensor:
+        if numba_works():
+            from nano_oasis.kernels.cpu_sketch import fourbit_logits, supports
+
+            if supports(q, slabs["codes"]):
+                return fourbit_logits(q, slabs["codes"], slabs["base"], slabs["step"], table, counts, heads)
+        return super().logits_at(q, slabs, table, counts, heads)
 
     def bytes_per_block(self, block_size: int, heads: int, head_dim: int) -> int:
         return heads * block_size * (head_dim // 2 + 4)

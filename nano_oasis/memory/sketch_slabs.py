@@ -37,6 +37,4 @@ class SketchSlabs:
         q [n, Hq, D]; table [n, M] int64 host blocks; sealed [n]: leading blocks that count, others get 0.
         """
         part = heads or slice(None)
-        sketch = {name: slab[table][:, :, part] for name, slab in self.slabs[layer].items()}
-        valid = torch.arange(table.shape[1], device=table.device) < sealed[:, None]
-        return self.selector.score(q, sketch, scale, valid).mean(1)
+        return self.selector.score_at(q, self.slabs[layer], table, sealed, scale, part).mean(1)

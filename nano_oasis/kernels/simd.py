@@ -1,0 +1,257 @@
+"""Sixteen float32 in a register, as a type for compiled functions, and how kernels are compiled.
+
+Owns: jit, the vector type and its operations. Must not know: attention or sketches. Imported only where
+numba is. Left to itself the compiler sums up each dot product on its own and keeps running sums in memory;
+written with vectors the kernels run about twice as fast. Where registers are shorter LLVM splits a vector.
+
+An operation is an `intrinsic`: it says its type and emits LLVM instructions. `array` is a contiguous 1-D
+array and `i` an index into it; neither is checked.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from llvmlite import ir
+from numba import njit, types
+from numba.core import cgutils
+from numba.extending import intrinsic as numba_intrinsic
+from numba.extending import models, register_model
+
+intrinsic: Any = numba_intrinsic  # its stub does not know that the first parameter is not an argument
+
+LANES = 16
+_F32, _I32 = ir.FloatType(), ir.IntType(32)
+_VEC, _IVEC = ir.VectorType(_F32, LANES), ir.VectorType(_I32, LANES)
+_FUSE = ("contract",)  # a product and a sum may be one instruction; nothing else may be reordered
+
+
+def jit(function: Callable[..., Any]) -> Any:
+    """njit without the GIL, kept on disk where the disk allows it (NUMBA_CACHE_DIR says where)."""
+    options: dict[str, Any] = {"nogil": True, "error_model": "numpy"}
+    try:
+        return njit(function, cache=True, **options)
+    except RuntimeError:  # no directory that can be written: each process compiles anew
+        return njit(function, **options)
+
+
+class _Vector(types.Type):
+    def __init__(self) -> None:
+        super().__init__(name="float32x16")
+
+
+vector = _Vector()
+
+
+@register_model(_Vector)
+class _VectorModel(models.PrimitiveModel):
+    def __init__(self, manager: Any, kind: Any) -> None:
+        super().__init__(manager, kind, _VEC)
+
+
+# --- what the operations are made of ----------------------------------------------------------------
+def _all(value: float) -> ir.Constant:
+    return ir.Constant(_VEC, [ir.Constant(_F32, value)] * LANES)
+
+
+def _all_int(value: int) -> ir.Constant:
+    return ir.Constant(_IVEC, [ir.Constant(_I32, value)] * LANES)
+
+
+def _shuffle(b: Any, x: ir.Value, y: ir.Value, lanes: list[int]) -> ir.Value:
+    """Lanes of x (0 to n - 1) and y (n to 2n - 1)."""
+    return b.shuffle_vector(x, y, ir.Constant(ir.VectorType(_I32, len(lanes)), lanes))
+
+
+def _halve(b: Any, x: ir.Value, combine: Callable[..., ir.Value], until: int) -> ir.Value:
+    """Combine the upper half of a vector with the lower one until `until` lanes are left."""
+    n = x.type.count
+    while n > until:
+        n //= 2
+        x = combine(_shuffle(b, x, x, list(range(n))), _shuffle(b, x, x, list(range(n, 2 * n))))
+    return x
+
+
+def _larger(b: Any) -> Callable[..., ir.Value]:
+    return lambda x, y: b.select(b.fcmp_unordered(">", x, y), x, y)
+
+
+def _pointer(context: Any, b: Any, signature: Any, args: Any, element: ir.Type) -> ir.Value:
+    """Where element i is, for arguments (array, i, ...)."""
+    array, i = args[:2]
+    data = context.make_array(signature.args[0])(context, b, array).data
+    return b.bitcast(b.gep(data, [i]), element.as_pointer())
+
+
+# --- operations ---------------------------------------------------------------------------------------
+@intrinsic
+def splat(_: Any, x: Any) -> Any:
+    """x in every lane."""
+
+    def emit(context: Any, b: Any, signature: Any, args: Any) -> Any:
+        one = b.insert_element(ir.Constant(_VEC, ir.Undefined), args[0], _I32(0))
+        return b.shuffle_vector(one, one, _all_int(0))
+
+    return vector(types.float32), emit
+
+
+@intrinsic
+def load(_: Any, array: Any, i: Any) -> Any:
+    def emit(context: Any, b: Any, signature: Any, args: Any) -> Any:
+        return b.load(_pointer(context, b, signature, args, _VEC), align=4)
+
+    return vector(array, i), emit
+
+
+@intrinsic
+def store(_: Any, array: Any, i: Any, x: Any) -> Any:
+    def emit(context: Any, b: Any, signature: Any, args: Any) -> Any:
+        b.store(args[2], _pointer(context, b, signature, args, _VEC), align=4)
+        return context.get_dummy_value()
+
+    return types.void(array, i, vector), emit
+
+
+@intrinsic
+def add(_: Any, x: Any, y: Any) -> Any:
+    return vector(vector, vector), lambda context, b, signature, args: b.fadd(*args, flags=_FUSE)
+
+
+@intrinsic
+def mul(_: Any, x: Any, y: Any) -> Any:
+    return vector(vector, vector), lambda context, b, signature, args: b.fmul(*args, flags=_FUSE)
+
+
+@intrinsic
+def fma(_: Any, x: Any, y: Any, z: Any) -> Any:
+    """x * y + z."""
+
+    def emit(context: Any, b: Any, signature: Any, args: Any) -> Any:
+        return b.fadd(b.fmul(args[0], args[1], flags=_FUSE), args[2], flags=_FUSE)
+
+    return vector(vector, vector, vector), emit
+
+
+@intrinsic
+def larger(_: Any, x: Any, y: Any) -> Any:
+    return vector(vector, vector), lambda context, b, signature, args: _larger(b)(*args)
+
+
+@intrinsic
+def sum_lanes(_: Any, x: Any) -> Any:
+    def emit(context: Any, b: Any, signature: Any, args: Any) -> Any:
+        return b.extract_element(_halve(b, args[0], b.fadd, 1), _I32(0))
+
+    return types.float32(vector), emit
+
+
+@intrinsic
+def largest_lane(_: Any, x: Any) -> Any:
+    def emit(context: Any, b: Any, signature: Any, args: Any) -> Any:
+        return b.extract_element(_halve(b, args[0], _larger(b), 1), _I32(0))
+
+    return types.float32(vector), emit
+
+
+@intrinsic
+def store_sums(_: Any, array: Any, i: Any, w: Any, x: Any, y: Any, z: Any) -> Any:
+    """array[i : i + 4] = the sums of four vectors' lanes, which together cost little more than one."""
+
+    def emit(context: Any, b: Any, signature: Any, args: Any) -> Any:
+        w, x, y, z = (_halve(b, v, b.fadd, 4) for v in args[2:])
+        even, odd = [0, 2, 4, 6], [1, 3, 5, 7]
+        wx, yz = (b.fadd(_shuffle(b, p, q, even), _shuffle(b, p, q, odd)) for p, q in ((w, x), (y, z)))
+        sums = b.fadd(_shuffle(b, wx, yz, even), _shuffle(b, wx, yz, odd))
+        pointer = _pointer(context, b, signature, args, ir.VectorType(_F32, 4))
+        b.store(sums, pointer, align=4)
+        return context.get_dummy_value()
+
+    return types.void(array, i, vector, vector, vector, vector), emit
+
+
+@intrinsic
+def exp(_: Any, x: Any) -> Any:
+    """e**x for x <= 0, within 3e-7 of it; below -87 as at -87, which is 1.6e-38. NaN gives NaN."""
+
+    def emit(context: Any, b: Any, signature: Any, args: Any) -> Any:
+        def scaled_add(p: ir.Value, q: ir.Value, r: ir.Value) -> ir.Value:
+            return b.fadd(b.fmul(p, q, flags=_FUSE), r, flags=_FUSE)
+
+        x = args[0]
+        x = b.select(b.fcmp_ordered("<", x, _all(-87.0)), _all(-87.0), x)
+        # x = n ln 2 + r with |r| <= ln 2 / 2. n is rounded by truncation, as x is not positive.
+        n = b.fptosi(scaled_add(x, _all(1.4426950408889634), _all(-0.5)), _IVEC)
+        f = b.sitofp(n, _VEC)
+        r = scaled_add(f, _all(-0.693359375), x)  # ln 2 in two parts: n times the first is exact
+        r = scaled_add(f, _all(2.12194440e-4), r)
+        p = _all(1 / 5040)
+        for factorial in (720, 120, 24, 6, 2, 1, 1):
+            p = scaled_add(p, r, _all(1 / factorial))
+        power = b.shl(b.add(n, _all_int(127)), _all_int(23))  # the bits of 2**n
+        return b.fmul(p, b.bitcast(power, _VEC))
+
+    return vector(vector), emit
+
+
+@intrinsic
+def load_low(_: Any, array: Any, i: Any) -> Any:
+    """The low four bits of sixteen uint8."""
+
+    def emit(context: Any, b: Any, signature: Any, args: Any) -> Any:
+        codes = _load_integers(context, b, signature, args, 8)
+        return b.sitofp(b.and_(codes, _all_int(15)), _VEC)
+
+    return vector(array, i), emit
+
+
+@intrinsic
+def load_bytes(_: Any, array: Any, i: Any) -> Any:
+    """Sixteen uint8."""
+
+    def emit(context: Any, b: Any, signature: Any, args: Any) -> Any:
+        return b.sitofp(_load_integers(context, b, signature, args, 8), _VEC)
+
+    return vector(array, i), emit
+
+
+@intrinsic
+def load_half(_: Any, array: Any, i: Any) -> Any:
+    """Sixteen float16, given as uint16, without the instruction for it that not every CPU has."""
+
+    def emit(context: Any, b: Any, signature: Any, args: Any) -> Any:
+        bits = _load_integers(context, b, signature, args, 16)
+        # Moved to a float32's place the exponent is 112 too small, and subnormal numbers come out right.
+        small = b.bitcast(b.shl(b.and_(bits, _all_int(0x7FFF)), _all_int(13)), _VEC)
+        value = b.fmul(small, _all(2.0**112))
+        special = b.or_(b.shl(b.and_(bits, _all_int(0x3FF)), _all_int(13)), _all_int(0x7F800000))
+        exponent = b.and_(bits, _all_int(0x7C00))
+        value = b.select(b.icmp_signed("==", exponent, _all_int(0x7C00)), b.bitcast(special, _VEC), value)
+        sign = b.shl(b.and_(bits, _all_int(0x8000)), _all_int(16))
+        return b.bitcast(b.or_(b.bitcast(value, _IVEC), sign), _VEC)
+
+    return vector(array, i), emit
+
+
+def _load_integers(context: Any, b: Any, signature: Any, args: Any, width: int) -> ir.Value:
+    """Sixteen unsigned integers of `width` bits -> sixteen of 32."""
+    kind = ir.VectorType(ir.IntType(width), LANES)
+    return b.zext(b.load(_pointer(context, b, signature, args, kind), align=1), _IVEC)
+
+
+@intrinsic
+def prefetch(_: Any, array: Any, i: Any) -> Any:
+    """Begin to load the cache line of element i, into the second-level cache.
+
+    There more loads can be under way than in the first level: scattered blocks come half as fast again.
+    """
+
+    def emit(context: Any, b: Any, signature: Any, args: Any) -> Any:
+        byte = ir.IntType(8).as_pointer()
+        kind = ir.FunctionType(ir.VoidType(), [byte, _I32, _I32, _I32])
+        function = cgutils.get_or_insert_function(b.module, kind, "llvm.prefetch.p0i8")
+        address = _pointer(context, b, signature, args, ir.IntType(8))
+        b.call(function, [address, _I32(0), _I32(2), _I32(1)])  # to read, second level, data
+        return context.get_dummy_value()
+
+    return types.void(array, i), emit

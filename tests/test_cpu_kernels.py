@@ -1,0 +1,245 @@
+"""The compiled CPU kernels: against float64 and the torch twins, one thread and two, and who uses them."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections.abc import Iterator
+
+import pytest
+import torch
+from kernel_cases import DECODE, SCALE, TOLERANCE, Case, build, dense
+
+pytest.importorskip("numba", reason="the compiled CPU kernels need numba")
+from nano_oasis.kernels import cpu_decode, cpu_sketch, reference, select_kernels
+from nano_oasis.memory.sketch import FourBit, Selector
+
+NEAR = TOLERANCE[torch.float32]
+
+
+@pytest.fixture(params=[1, 2, 3])
+def threads(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[int]:
+    """That many shares even for short rows, so that every case is cut at every place."""
+    monkeypatch.setattr(cpu_decode, "SHARE_TOKENS", 1)
+    monkeypatch.setattr(cpu_sketch, "SHARE_BLOCKS", 1)
+    before = torch.get_num_threads()
+    torch.set_num_threads(request.param)
+    yield request.param
+    torch.set_num_threads(before)
+
+
+def decode(x, window=None, **options):
+    b = x.batch
+    return cpu_decode.paged_decode(
+        x.q, x.k_cache, x.v_cache, b.block_table, b.context_lens, SCALE, window, **options
+    )
+
+
+def near(got: torch.Tensor, want: torch.Tensor, tolerance: float = NEAR) -> None:
+    torch.testing.assert_close(got.double(), want.double(), atol=tolerance, rtol=tolerance)
+
+
+# ---- paged decode
+
+
+@pytest.mark.parametrize("case", DECODE, ids=lambda c: c.name)
+def test_decode_equals_float64(case: Case, threads: int) -> None:
+    """Slots that no row owns are NaN, so a read past a row's end or before its window would show."""
+    x = build(case, torch.float32)
+    want, want_lse = dense(x, case.window)
+    got, lse = decode(x, case.window, return_lse=True)
+    near(got, want)
+    near(lse, want_lse)
+    assert torch.equal(decode(x, case.window, context_list=x.batch.context_list), got)
+
+
+@pytest.mark.parametrize("seed", range(30))
+def test_decode_fuzz_equals_the_torch_twin(seed: int, threads: int) -> None:
+    draw = torch.Generator().manual_seed(seed)
+
+    def pick(*choices):
+        return choices[int(torch.randint(len(choices), (), generator=draw))]
+
+    kv_heads, rows = pick(1, 2, 3, 5), pick(1, 2, 7, 13)
+    contexts = torch.randint(1, pick(20, 300, 900), (rows,), generator=draw).tolist()
+    case = Case(
+        "", tuple((n - 1, 1) for n in contexts), heads=kv_heads * pick(1, 2, 3, 4, 7), kv_heads=kv_heads,
+        dim=pick(16, 24, 64, 80, 128), block_size=pick(1, 5, 8, 16, 32),
+    )  # fmt: skip
+    window = pick(None, None, 1, 17, 100)
+    x = build(case, torch.float32, seed=seed)
+    b = x.batch
+    want, want_lse = reference.paged_decode(
+        x.q, x.k_cache, x.v_cache, b.block_table, b.context_lens, SCALE, window, return_lse=True
+    )
+    got, lse = decode(x, window, return_lse=True)
+    near(got, want)
+    near(lse, want_lse)
+
+
+def test_the_table_beyond_a_row_and_rows_of_nothing(threads: int) -> None:
+    x = build(Case("", ((39, 1), (4, 1), (70, 1))), torch.float32)
+    want = decode(x)
+    x.batch.context_lens[1] = 0
+    for r, blocks in enumerate((3, 0, 5)):
+        x.batch.block_table[r, blocks:] = torch.tensor([-(2**31), 2**31 - 1, -1, 10**6, -7])[blocks:]
+    got, lse = decode(x, return_lse=True)
+    near(got[[0, 2]], want[[0, 2]], 1e-6)
+    assert not got[1].any() and (lse[1] == -torch.inf).all()
+    out, lse = cpu_decode.paged_decode(
+        x.q[:0],
+        x.k_cache,
+        x.v_cache,
+        x.batch.block_table[:0],
+        x.batch.context_lens[:0],
+        SCALE,
+        return_lse=True,
+    )
+    assert out.shape == (0, 6, 16) and lse.shape == (0, 6)
+
+
+def test_large_scores_neither_overflow_nor_lose_the_maximum(threads: int) -> None:
+    """The maximum comes last, after weights that must all vanish; then first, with the rest vanishing."""
+    for loud in (199, 0):
+        x = build(Case("", ((199, 1),)), torch.float32)
+        x.k_cache *= 100
+        where = x.batch.block_table[0, loud // 16], loud % 16
+        x.k_cache[where] = 1000 * x.q[0, ::3]
+        want, want_lse = dense(x, None)
+        got, lse = decode(x, return_lse=True)
+        near(got, want, 1e-4)  # scores of thousands: float32 has no more digits
+        near(lse, want_lse, 1e-5)
+
+
+def test_nan_in_a_row_stays_in_its_row(threads: int) -> None:
+    x = build(Case("", ((50, 1), (60, 1))), torch.float32)
+    want = decode(x)
+    for cache, at in ((x.k_cache, 3), (x.v_cache, 40)):
+        block, offset = x.batch.block_table[0, at // 16], at % 16
+        old = cache[block, offset].clone()
+        cache[block, offset] = torch.nan
+        got = decode(x)
+        assert got[0].isnan().all()
+        near(got[1], want[1], 1e-6)
+        cache[block, offset] = old
+
+
+def test_strided_inputs_give_the_same(threads: int) -> None:
+    x = build(Case("", ((50, 1), (60, 1)), dim=64), torch.float32)
+    want = decode(x)
+    b = x.batch
+    wide = torch.randn(2, 6, 128)
+    wide[..., ::2] = x.q
+    table = torch.stack((b.block_table, b.block_table), 2)[..., 0]
+    turned = x.k_cache.transpose(1, 2).contiguous().transpose(1, 2)
+    assert not (wide[..., ::2].is_contiguous() or table.is_contiguous() or turned.is_contiguous())
+    for q, keys, ids in ((wide[..., ::2], x.k_cache, b.block_table), (x.q, turned, table)):
+        got = cpu_decode.paged_decode(q, keys, x.v_cache, ids, b.context_lens, SCALE)
+        near(got, want, 1e-6)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float64])
+def test_other_dtypes_are_the_twins_affair(dtype: torch.dtype) -> None:
+    x = build(Case("", ((50, 1),)), dtype)
+    b = x.batch
+    want = reference.paged_decode(x.q, x.k_cache, x.v_cache, b.block_table, b.context_lens, SCALE)
+    assert torch.equal(decode(x), want) and want.dtype == dtype
+
+
+def test_decode_refuses_by_name() -> None:
+    x = build(Case("", ((20, 1),)), torch.float32)
+    with pytest.raises(ValueError, match="window must be at least 1 token"):
+        decode(x, 0)
+
+
+# ---- four-bit sketches
+
+
+@pytest.mark.parametrize("dim", [16, 24, 64, 80, 128])
+@pytest.mark.parametrize("size", [8, 16, 32, 48])
+@pytest.mark.parametrize("group", [1, 2, 3, 4, 7])
+def test_fourbit_logits_equal_the_gathered_ones(dim: int, size: int, group: int, threads: int) -> None:
+    torch.manual_seed(dim + size + group)
+    heads, selector = 4, FourBit()
+    keys = torch.randn(40, size, heads, dim)
+    keys[:5] *= 1e-6  # steps that float16 can only hold as subnormal numbers
+    keys[5:9] *= 3000
+    keys[9] = 0.25  # all equal: a step of zero
+    slabs = selector.build(keys)
+    table = torch.randint(40, (5, 30))
+    counts = torch.tensor([30, 0, 1, 17, 29])
+    for part in (slice(None), slice(2, 4), slice(1, 2)):
+        q = torch.randn(5, len(range(*part.indices(heads))) * group, dim) * dim**-0.5
+        want = Selector.logits_at(selector, q.double().float(), slabs, table, counts, part)
+        got = selector.logits_at(q, slabs, table, counts, part)
+        assert torch.equal(got == -torch.inf, want == -torch.inf)
+        assert ((got - want).abs() <= 1e-5 * (1 + want.abs()))[want > -torch.inf].all()
+        mass = selector.score_at(q, slabs, table, counts, 1.0, part)  # [R, H, M]
+        each = torch.softmax(got, -1).nan_to_num(0.0)
+        assert torch.equal(mass, each.view(5, -1, group, 30).mean(2)) and not mass[1].any()
+
+
+def test_fourbit_reads_no_more_than_its_blocks(threads: int) -> None:
+    slabs = FourBit().build(torch.randn(6, 16, 2, 32))
+    table = torch.tensor([[3, 1, -(2**40)], [2**40, 7, -1]])
+    got = cpu_sketch.fourbit_logits(torch.randn(2, 4, 32), *slabs.values(), table, torch.tensor([2, 0]))
+    assert got[0, :, :2].isfinite().all() and (got[0, :, 2] == -torch.inf).all()
+    assert (got[1] == -torch.inf).all()
+
+
+def test_every_float16_is_read_right() -> None:
+    """Bases run through all of them, through a logit of one token: base + log of the block's sixteen."""
+    bits = torch.arange(2**16, dtype=torch.int32).to(torch.uint16).view(torch.float16)
+    base = bits.view(-1, 1, 16)
+    codes = torch.zeros(len(base), 1, 1, 16, dtype=torch.uint8)
+    q = torch.tensor([[[1.0, 0.0]]])  # the sum of q is 1, so a logit is the base
+    table = torch.arange(len(base))[None]
+    got = cpu_sketch.fourbit_logits(q, codes, base, torch.zeros_like(base), table, torch.tensor([len(base)]))
+    want = torch.logsumexp(base[:, 0].float(), -1)
+    finite = base[:, 0].float().isfinite().all(1)
+    torch.testing.assert_close(got[0, 0][finite], want[finite], atol=1e-6, rtol=1e-6)
+    assert not got[0, 0][~finite].isfinite().any() and finite.sum() == 2**12 - 128
+
+
+# ---- the choice
+
+
+def test_choice() -> None:
+    assert select_kernels("cpu").name == "numba"
+    assert select_kernels("cpu").paged_decode is cpu_decode.paged_decode
+    assert select_kernels("cpu", torch.bfloat16).name == "torch"
+    assert select_kernels("cpu", torch.bfloat16).paged_decode is reference.paged_decode
+
+
+def test_without_numba_the_twins_are_used() -> None:
+    code = (
+        "import sys; sys.modules['numba'] = None\n"  # any import of it now fails
+        "import torch\n"
+        "from nano_oasis.kernels import select_kernels\n"
+        "from nano_oasis.memory.sketch import FourBit\n"
+        "import nano_oasis.async_engine\n"
+        "print(select_kernels('cpu').name)\n"
+        "slabs = FourBit().build(torch.randn(3, 16, 1, 32))\n"
+        "table, counts = torch.tensor([[2, 0]]), torch.tensor([2])\n"
+        "print(FourBit().logits_at(torch.randn(1, 2, 32), slabs, table, counts).shape)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.split("\n")[:2] == ["torch", "torch.Size([1, 2, 2])"]
+    assert "numba cannot be imported" in done.stderr
+
+
+def test_a_cache_that_cannot_be_written_is_no_failure(tmp_path) -> None:
+    code = (
+        "import torch\n"
+        "from nano_oasis.kernels import simd\n"
+        "import numpy as np\n"
+        "f = simd.jit(lambda x: x + 1)\n"
+        "print(f(1))"
+    )
+    blocked = tmp_path / "file"
+    blocked.write_text("not a directory")
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=False,
+        env={"NUMBA_CACHE_DIR": str(blocked / "cache"), "PATH": ""},
+    )  # fmt: skip
+    assert done.stdout.strip() == "2", done.stderr
