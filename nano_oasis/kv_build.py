@@ -97,18 +97,7 @@ def _make_oasis(
     stage = Stage(_STAGE_BLOCKS, config.block_size, heads, model.head_dim, dtype, device)
     sketches = SketchSlabs(make_selector(config.selector), host_blocks, model.num_layers)
     kernels = select_kernels(device, dtype)
-    kv = OasisKV(
-        model,
-        config,
-        select_kernels(device, dtype),
-        host,
-        keys,
-        values,
-        sketches,
-        coordinator,
-        stage,
-        max_len,
-    )
+    kv = OasisKV(model, config, kernels, host, keys, values, sketches, coordinator, stage, max_len)
     coordinator.start()
 
     def close() -> None:
