@@ -1,7 +1,7 @@
 """Greedy tokens against transformers through the whole engine, on tiny checkpoints of every family.
 
 A batch of 8, chunked prefill, preemption and the prefix cache are all on: exactness must survive them. The
-same comparison on real models takes minutes: benchmarks/against_transformers.py, result in docs.
+same comparison on real models takes minutes: benchmarks/against_transformers.py, result in docs/14-figures.md.
 """
 
 import pytest
@@ -24,7 +24,7 @@ from nano_oasis.scheduler.scheduler import Scheduler
 from nano_oasis.weights import load_checkpoint
 
 LENGTHS = [1, 2, 7, 16, 40, 90, 33, 17, 150, 8]
-NEW = 24
+NEW = 64
 
 
 def engine_of(path, num_blocks: int) -> Engine:
