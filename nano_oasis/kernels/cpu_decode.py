@@ -70,7 +70,7 @@ def paged_decode(
         )  # fmt: skip
     rows, heads, dim = q.shape
     k, v = k_cache.detach().numpy(), v_cache.detach().numpy()
-    query, table = q.detach().contiguous().numpy(), block_table.contiguous().numpy()
+    query, table = (q.detach() * scale).contiguous().numpy(), block_table.contiguous().numpy()
     lens = context_lens.contiguous().numpy()
     tokens = sum(context_list) if context_list is not None else int(lens.sum())
     shares = max(1, min(torch.get_num_threads(), tokens // SHARE_TOKENS))
@@ -79,7 +79,9 @@ def paged_decode(
     seen = window or 0
 
     def work(share: int) -> None:
-        _decode_share(query, k, v, table, lens, scale, seen, share, shares, out[share], lse[share])
+        weights = np.empty((heads, -(-k.shape[1] // LANES) * LANES), np.float32)
+        sums = np.empty(heads, np.float32)
+        _decode_share(query, k, v, table, lens, seen, share, shares, weights, sums, out[share], lse[share])
 
     run_shares(shares, work)
     if shares > 1:
@@ -89,7 +91,7 @@ def paged_decode(
 
 
 @jit
-def _decode_share(q, k, v, table, lens, scale, window, share, shares, out, lse):  # type: ignore[no-untyped-def]
+def _decode_share(q, k, v, table, lens, window, share, shares, weights, sums, out, lse):  # type: ignore[no-untyped-def]
     """This share's part of every row it touches -> out [R, H, D] and lse [R, H], zeros and -inf before."""
     size = k.shape[1]
     total = 0
@@ -105,22 +107,32 @@ def _decode_share(q, k, v, table, lens, scale, window, share, shares, out, lse):
         low, high = max(begin - at, 0), min(end - at, count)
         at += count
         if low < high:
-            _row(q[r], k, v, table[r], seen_from, lens[r], first + low, first + high, scale, out[r], lse[r])
+            _row(
+                q[r],
+                k,
+                v,
+                table[r],
+                seen_from,
+                lens[r],
+                first + low,
+                first + high,
+                weights,
+                sums,
+                out[r],
+                lse[r],
+            )
 
 
 @jit
-def _row(q, k, v, table, seen_from, seen_to, first, last, scale, acc, lse):  # type: ignore[no-untyped-def]
-    """One row's blocks [first, last) of positions [seen_from, seen_to) -> acc [H, D], lse [H]."""
+def _row(q, k, v, table, seen_from, seen_to, first, last, weights, sums, acc, most):  # type: ignore[no-untyped-def]
+    """One row's blocks [first, last) of positions [seen_from, seen_to) -> acc [H, D], most [H]."""
     heads, dim = q.shape
     size = k.shape[1]
-    query = q * np.float32(scale)
-    weights = np.empty((heads, (size + LANES - 1) // LANES * LANES), np.float32)
-    sums = np.zeros(heads, np.float32)
-    most = np.full(heads, _NEG_INF, np.float32)
+    sums[:] = _ZERO
     for b in range(first, last):
         begin, end = max(seen_from - b * size, 0), min(seen_to - b * size, size)  # tokens of this block
         ahead = table[min(b + 1, last - 1)]
-        _score(query, k[table[b]], k[ahead], begin, end, weights)
+        _score(q, k[table[b]], k[ahead], begin, end, weights)
         for h in range(heads):
             _soften(weights[h], end - begin, h, most, sums, acc[h])
         _add_values(weights, v[table[b]], v[ahead], begin, end, acc)
@@ -128,7 +140,7 @@ def _row(q, k, v, table, seen_from, seen_to, first, last, scale, acc, lse):  # t
         share = splat(_ONE / sums[h])
         for d in range(0, dim, LANES):
             store(acc[h], d, mul(share, load(acc[h], d)))
-        lse[h] = most[h] + np.log(sums[h])
+        most[h] += np.log(sums[h])  # the maximum becomes the log-sum-exp
 
 
 @jit

@@ -29,7 +29,9 @@ _FUSE = ("contract",)  # a product and a sum may be one instruction; nothing els
 
 def jit(function: Callable[..., Any]) -> Any:
     """njit without the GIL, kept on disk where the disk allows it (NUMBA_CACHE_DIR says where)."""
-    options: dict[str, Any] = {"nogil": True, "error_model": "numpy"}
+    # Without numba's runtime: no reference is counted, atomically, for every row looked at, and nothing can
+    # be allocated, so callers bring the scratch memory.
+    options: dict[str, Any] = {"nogil": True, "_nrt": False, "error_model": "numpy"}
     try:
         return njit(function, cache=True, **options)
     except RuntimeError:  # no directory that can be written: each process compiles anew
@@ -159,15 +161,29 @@ def store_sums(_: Any, array: Any, i: Any, w: Any, x: Any, y: Any, z: Any) -> An
     """array[i : i + 4] = the sums of four vectors' lanes, which together cost little more than one."""
 
     def emit(context: Any, b: Any, signature: Any, args: Any) -> Any:
-        w, x, y, z = (_halve(b, v, b.fadd, 4) for v in args[2:])
-        even, odd = [0, 2, 4, 6], [1, 3, 5, 7]
-        wx, yz = (b.fadd(_shuffle(b, p, q, even), _shuffle(b, p, q, odd)) for p, q in ((w, x), (y, z)))
-        sums = b.fadd(_shuffle(b, wx, yz, even), _shuffle(b, wx, yz, odd))
-        pointer = _pointer(context, b, signature, args, ir.VectorType(_F32, 4))
-        b.store(sums, pointer, align=4)
-        return context.get_dummy_value()
+        return _store_four(context, b, signature, args, b.fadd)
 
     return types.void(array, i, vector, vector, vector, vector), emit
+
+
+@intrinsic
+def store_largest(_: Any, array: Any, i: Any, w: Any, x: Any, y: Any, z: Any) -> Any:
+    """array[i : i + 4] = the largest lane of each vector."""
+
+    def emit(context: Any, b: Any, signature: Any, args: Any) -> Any:
+        return _store_four(context, b, signature, args, _larger(b))
+
+    return types.void(array, i, vector, vector, vector, vector), emit
+
+
+def _store_four(context: Any, b: Any, signature: Any, args: Any, combine: Callable[..., ir.Value]) -> Any:
+    def neighbours(x: ir.Value, y: ir.Value) -> ir.Value:
+        return combine(_shuffle(b, x, y, [0, 2, 4, 6]), _shuffle(b, x, y, [1, 3, 5, 7]))
+
+    w, x, y, z = (_halve(b, v, combine, 4) for v in args[2:])
+    four = neighbours(neighbours(w, x), neighbours(y, z))
+    b.store(four, _pointer(context, b, signature, args, ir.VectorType(_F32, 4)), align=4)
+    return context.get_dummy_value()
 
 
 @intrinsic
