@@ -12,10 +12,12 @@ import contextlib
 import dataclasses
 import json
 import os
+import ssl
 import sys
 import time
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from typing import Any, Protocol
+from urllib.parse import urlsplit
 
 import aiohttp
 from rich.console import Console
@@ -29,6 +31,12 @@ HELP = """\
 /reset        forget the conversation, keep the system prompt
 /help         this list
 /exit         leave (so does Ctrl-D; Ctrl-C stops a reply)"""
+
+
+SILENCE_S = 600  # a server that sends nothing for so long is given up; a long prompt may take minutes
+
+# Only failures before there is a connection: later ones say what was lost.
+_UNREACHABLE = (aiohttp.ClientConnectorError, aiohttp.ConnectionTimeoutError)
 
 
 class ChatError(Exception):
@@ -92,6 +100,7 @@ class HttpBackend:
     """Any server with the OpenAI chat API; `url` is its base, with or without /v1."""
 
     def __init__(self, args: argparse.Namespace) -> None:
+        _check_url(args.url)
         self._base = args.url.rstrip("/").removesuffix("/v1") + "/v1"
         self._model: str | None = None if args.model == EngineConfig.model else args.model
         asked = {"temperature": args.temperature, "top_p": args.top_p, "max_tokens": args.max_tokens}
@@ -102,7 +111,7 @@ class HttpBackend:
         self._session: aiohttp.ClientSession | None = None
 
     async def open(self) -> str:
-        timeout = aiohttp.ClientTimeout(total=None, sock_connect=10)
+        timeout = aiohttp.ClientTimeout(total=None, sock_connect=10, sock_read=SILENCE_S)
         self._session = aiohttp.ClientSession(headers=self._headers, timeout=timeout)
         if self._model is None:
             with _network_errors(self._base):
@@ -131,6 +140,18 @@ class HttpBackend:
             await self._session.close()
 
 
+def _check_url(url: str) -> None:
+    """Raises ConfigError."""
+    try:
+        parts = urlsplit(url)
+        (parts.hostname or "").encode("idna")
+        good = parts.scheme in ("http", "https") and parts.hostname and parts.port != 0
+    except ValueError:  # a port beyond 65535, or a host name that cannot be one
+        good = False
+    if not good:
+        raise ConfigError(f"--url: expected a URL like http://127.0.0.1:8000, got {url!r}")
+
+
 async def _check(response: aiohttp.ClientResponse) -> None:
     if response.status == 200:
         return
@@ -141,11 +162,26 @@ async def _check(response: aiohttp.ClientResponse) -> None:
 
 
 @contextlib.contextmanager
-def _network_errors(base: str) -> Any:
+def _network_errors(base: str) -> Iterator[None]:
     try:
         yield
-    except (aiohttp.ClientError, OSError, ValueError, KeyError, IndexError, TypeError) as error:
-        raise ChatError(f"{base}: {error!r}") from None
+    except _UNREACHABLE as error:
+        raise ChatError(f"cannot reach {base}: {_reason(error)}") from None
+    except (aiohttp.ClientConnectionError, aiohttp.ClientPayloadError, OSError) as error:
+        raise ChatError(f"lost {base}: {_reason(error)}") from None
+    except (aiohttp.ClientError, ValueError, LookupError, TypeError, AttributeError) as error:
+        what = f"{type(error).__name__}: {error}"
+        raise ChatError(f"{base} does not answer like an OpenAI server: {what}") from None
+
+
+def _reason(error: Exception) -> str:
+    """In the system's words where it has some: "Connection refused"."""
+    if isinstance(error, OSError) and not isinstance(error, ssl.SSLError):
+        if error.errno and error.errno > 0:
+            return os.strerror(error.errno)
+        if error.strerror:  # of a failed look-up, whose numbers are not the system's
+            return error.strerror
+    return str(error) or type(error).__name__
 
 
 @dataclasses.dataclass
@@ -230,9 +266,10 @@ def build_parser() -> argparse.ArgumentParser:
         "the server's model (default: its first). A key is taken from OPENAI_API_KEY",
     )
     group.add_argument("--system", help="system prompt")
-    group.add_argument("--temperature", type=float, default=1.0, help="0 = greedy (default: 1.0)")
-    group.add_argument("--top-p", type=float, default=1.0, help="(default: 1.0)")
-    group.add_argument("--max-tokens", type=int, help="longest reply; default: the rest of the context")
+    # Tamer than the API's defaults: a small model rambles at temperature 1, and a reply must end.
+    group.add_argument("--temperature", type=float, default=0.5, help="0 = greedy (default: 0.5)")
+    group.add_argument("--top-p", type=float, default=0.95, help="(default: 0.95)")
+    group.add_argument("--max-tokens", type=int, default=512, help="longest reply, in tokens (default: 512)")
     group.add_argument("--sampling-seed", type=int, metavar="SEED", help="makes replies repeatable")
     add_engine_options(parser)
     return parser

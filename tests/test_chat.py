@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import io
+import socket
 import subprocess
 import sys
+import threading
 from collections.abc import AsyncIterator, Iterator
 from typing import Any
 
@@ -119,7 +122,7 @@ def test_errors_of_a_server_are_shown(live: LiveServer, options: Any) -> None:
     assert out == "\nerror: 404: the model 'no-such-model' does not exist; this server has 'fake'\n"
     options.url = "http://127.0.0.1:9"
     out, _ = converse("hello", backend=chat.HttpBackend(options))
-    assert "error: http://127.0.0.1:9/v1: " in out
+    assert out == "\nerror: cannot reach http://127.0.0.1:9/v1: Connection refused\n"
 
 
 @pytest.fixture
@@ -159,6 +162,12 @@ def test_a_prompt_that_does_not_fit_is_an_error_not_the_end(
         (["--temperature", "-1"], "temperature must be"),
         (["--block-size", "0"], "block_size"),
         (["--url", "http://127.0.0.1:9", "--threads", "2"], "leave it out with --url"),
+        (
+            ["--url", "127.0.0.1:8000"],
+            "--url: expected a URL like http://127.0.0.1:8000, got '127.0.0.1:8000'",
+        ),
+        (["--url", "http://127.0.0.1:70000"], "--url: expected a URL"),
+        (["--url", "http://" + "a" * 80], "--url: expected a URL"),
         (["--nope"], "unrecognized arguments"),
     ],
 )
@@ -171,4 +180,73 @@ def test_bad_options(args: list[str], message: str, capsys: pytest.CaptureFixtur
 def test_no_server_is_exit_code_1() -> None:
     command = [sys.executable, "-m", "nano_oasis.chat", "--url", "http://127.0.0.1:9"]
     done = subprocess.run(command, input="hi\n", capture_output=True, text=True, timeout=60)
-    assert done.returncode == 1 and done.stderr.startswith("error: http://127.0.0.1:9/v1: ")
+    assert done.returncode == 1
+    assert done.stderr == "error: cannot reach http://127.0.0.1:9/v1: Connection refused\n"
+
+
+@pytest.fixture
+def answering() -> Iterator[Any]:
+    """Gives the URL of a server that sends the same bytes to every connection, and closes it."""
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+
+        def serve(answer: bytes) -> None:
+            with contextlib.suppress(OSError):  # the listener is closed
+                while True:
+                    with listener.accept()[0] as connection:
+                        connection.recv(65536)
+                        connection.sendall(answer)
+
+        def start(answer: bytes) -> str:
+            threading.Thread(target=serve, args=(answer,), daemon=True).start()
+            return f"http://127.0.0.1:{listener.getsockname()[1]}"
+
+        yield start
+        listener.shutdown(socket.SHUT_RDWR)  # closing alone does not wake accept()
+
+
+@pytest.mark.parametrize(
+    ("answer", "message"),
+    [
+        (b"", "lost {}/v1: "),
+        (b"HTTP/1.1 200 OK\r\nContent-Length: 9\r\n\r\n{", "lost {}/v1: "),
+        (b"HTTP/1.1 200 OK\r\nContent-Length: 2\r\n\r\n[]", "{}/v1 does not answer like an OpenAI server: "),
+        (b"SSH-2.0\r\n", "{}/v1 does not answer like an OpenAI server: "),
+    ],
+)
+def test_something_else_listens_there(
+    answering: Any, answer: bytes, message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    url = answering(answer)
+    assert chat.main(["--url", url]) == 1
+    assert capsys.readouterr().err.startswith("error: " + message.format(url))
+
+
+def test_a_silent_server_is_given_up(options: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(chat, "SILENCE_S", 0.2)
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        options.url = f"http://127.0.0.1:{listener.getsockname()[1]}"
+        options.model = "any"
+        out, _ = converse("hello", "again", backend=chat.HttpBackend(options))
+    assert out.count(f"error: lost {options.url}/v1: Timeout on reading data") == 2
+
+
+def test_replies_are_bounded_and_tame_unless_told_otherwise(capsys: pytest.CaptureFixture[str]) -> None:
+    args = chat.build_parser().parse_args(["--url", "http://x"])
+    backend = chat.HttpBackend(args)
+    assert backend._options == {"temperature": 0.5, "top_p": 0.95, "max_tokens": 512}
+    params = chat.LocalBackend(chat.build_parser().parse_args([]))._params
+    assert (params.temperature, params.top_p, params.max_tokens) == (0.5, 0.95, 512)
+    with pytest.raises(SystemExit):
+        chat.main(["--help"])
+    shown = capsys.readouterr().out
+    assert "(default: 512)" in shown and "(default: 0.5)" in shown and "(default: 0.95)" in shown
+
+
+def test_piped_input_ends_with_the_defaults(
+    fake_local: None, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The fake model never says an end token: only the limit ends a reply."""
+    monkeypatch.setattr("sys.stdin", io.StringIO("hello\nworld"))
+    assert chat.main(["--max-model-len", "4096", "--num-device-blocks", "512"]) == 0
+    first, second = capsys.readouterr().out.splitlines()
+    assert 512 <= len(first) < 512 * 6 and second  # a token is a byte or a short word

@@ -19,6 +19,7 @@ from pathlib import Path
 import pytest
 from test_structure import LEVELS, NO_TORCH, PACKAGE
 
+from nano_oasis import chat
 from nano_oasis.serve import build_parser
 
 ROOT = Path(__file__).parent.parent
@@ -120,8 +121,9 @@ def test_readme_make_commands_exist():
 
 
 def test_documented_options_exist():
-    known = {o for action in build_parser()._actions for o in action.option_strings}
-    known |= {"--url", "--index-url", "--no-deps"}  # of chat and of pip
+    parsers = (build_parser(), chat.build_parser())
+    known = {o for parser in parsers for action in parser._actions for o in action.option_strings}
+    known |= {"--index-url", "--no-deps"}  # of pip
     for page in [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted(ROOT.glob("docs/0[1-8]-*.md"))]:
         for code in re.findall(r"`([^`\n]+)`", page.read_text()):
             assert set(re.findall(r"--[a-z][a-z-]+", code)) <= known, f"{page.name}: {code}"
