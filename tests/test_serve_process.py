@@ -100,7 +100,8 @@ def test_b078_a_taken_port_is_reported_before_anything_is_loaded(start: Any) -> 
         began = time.monotonic()
         code, err = start(SERVE, "--port", str(port), "--model", "/no/such/model").finish()
         took = time.monotonic() - began
-    assert code == 1 and err == f"error: cannot listen on 127.0.0.1:{port}: Address already in use\n"
+    reason = "Address already in use; choose another port with --port (0 = any free one)"
+    assert code == 1 and err == f"error: cannot listen on 127.0.0.1:{port}: {reason}\n"
     assert took < 3, took
 
 
@@ -108,6 +109,8 @@ def test_b078_a_taken_port_is_reported_before_anything_is_loaded(start: Any) -> 
     ("args", "message"),
     [
         (["--host", "no.such.host.invalid"], "cannot listen on no.such.host.invalid:8000"),
+        (["--host", "a" * 80], "a:8000: not a host name (its parts have 1 to 63 characters)"),
+        (["--host", "a..b"], "cannot listen on a..b:8000: not a host name"),
         (["--port", "70000"], "must be an integer between 0 and 65535"),
         (["--prot", "1"], "unrecognized arguments: --prot"),
         (["--max-num"], "unrecognized arguments: --max-num"),
