@@ -27,7 +27,7 @@ from aiohttp import web
 import nano_oasis
 from nano_oasis.cli import LoadProgress, add_engine_options, engine_config, make_parser
 from nano_oasis.config import ConfigError, EngineConfig, format_bytes, parse_bytes
-from nano_oasis.server.app import DEFAULT_MAX_BODY, ServerState, make_app
+from nano_oasis.server.app import DEFAULT_MAX_BODY, ServerState, make_runner
 
 if TYPE_CHECKING:
     from nano_oasis.async_engine import AsyncEngine
@@ -87,7 +87,10 @@ def _bytes(text: str) -> int:
 
 def bind(host: str, port: int) -> list[socket.socket]:
     """Listening sockets on every address of `host` ("localhost" has two). Raises OSError."""
-    found = socket.getaddrinfo(host or None, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
+    try:
+        found = socket.getaddrinfo(host or None, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
+    except UnicodeError:  # from the encoding of host names, which has limits of its own
+        raise OSError(errno.EINVAL, "not a host name (its parts have 1 to 63 characters)") from None
     sockets: list[socket.socket] = []
     failure: OSError | None = None
     for family, address in dict.fromkeys((f[0], f[4]) for f in found):
@@ -132,9 +135,7 @@ class Server:
     async def run(self, make_engine: MakeEngine | None = None) -> int:
         """Serve until a signal. Returns the exit code: 0 after a signal, 1 if loading failed."""
         self._handle_signals()
-        runner = web.AppRunner(
-            make_app(self.state), handler_cancellation=True, access_log=None, shutdown_timeout=FLUSH_S
-        )
+        runner = make_runner(self.state, FLUSH_S)
         await runner.setup()
         sites = [web.SockSite(runner, sock, backlog=BACKLOG) for sock in self.sockets]
         for site in sites:
@@ -215,7 +216,9 @@ def main(argv: Sequence[str] | None = None, make_engine: MakeEngine | None = Non
     try:
         sockets = bind(args.host, args.port)
     except OSError as error:
-        print(f"error: cannot listen on {args.host}:{args.port}: {error.strerror}", file=sys.stderr)
+        taken = error.errno in (errno.EADDRINUSE, errno.EACCES)
+        advice = "; choose another port with --port (0 = any free one)" if taken else ""
+        print(f"error: cannot listen on {args.host}:{args.port}: {error.strerror}{advice}", file=sys.stderr)
         return 1
     loop = uvloop.new_event_loop()
     asyncio.set_event_loop(loop)

@@ -10,6 +10,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -17,10 +18,11 @@ import uvloop
 from aiohttp import web
 from fake_engine import ASSISTANT, EOS, USER, ByteTokenizer, FakeEngine
 
-from nano_oasis.server.app import ServerState, make_app
+from nano_oasis.server.app import ServerState, make_runner
 
 COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
 TOKENIZER = ByteTokenizer()
+RULE_BOOK = (Path(__file__).parent.parent / "docs" / "api.md").read_text()
 
 
 def chat(text: str = "hello", **fields: Any) -> dict[str, Any]:
@@ -57,10 +59,11 @@ class Reply:
 
     @property
     def error(self) -> dict[str, Any]:
-        """The error of a refused call, whose shape it checks."""
+        """The error of a refused call, whose shape it checks, and that the rule book knows its code."""
         assert self.status >= 400, (self.status, self.body)
         error = self.json()["error"]
         assert set(error) == {"message", "type", "param", "code"} and error["message"]
+        assert f"`{error['code']}`" in RULE_BOOK, error
         return error
 
 
@@ -85,7 +88,7 @@ class LiveServer:
         self.loop.run_forever()
 
     async def _start(self) -> None:
-        self.runner = web.AppRunner(make_app(self.state), handler_cancellation=True, access_log=None)
+        self.runner = make_runner(self.state)
         await self.runner.setup()
         listener = socket.socket()
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 65536)  # so that slow readers can be tested

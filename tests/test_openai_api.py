@@ -126,6 +126,42 @@ def test_the_name_in_an_error_is_the_one_that_was_sent() -> None:
     assert error.value.param == "top_logprobs"
 
 
+def tokenize(**fields: Any) -> Any:
+    return api.parse_tokenize(api.decode(msgspec.json.encode(fields), api.TokenizeRequest))
+
+
+def detokenize(**fields: Any) -> Any:
+    return api.parse_detokenize(api.decode(msgspec.json.encode(fields), api.DetokenizeRequest), 10)
+
+
+@pytest.mark.parametrize(
+    ("parser", "fields", "param"),
+    [
+        (completion, {"prompt": None}, "prompt"),
+        (completion, {"prompt": []}, "prompt"),
+        (completion, {"prompt": [[]]}, "prompt"),
+        (completion, {"prompt": ["a", 1]}, "prompt"),
+        (completion, {"prompt": ["a"] * 17, "n": 128}, "prompt"),
+        (completion, {"stream_options": {}}, "stream_options"),
+        (completion, {"stream": True, "prompt_logprobs": 1}, "prompt_logprobs"),
+        (chat, {"messages": []}, "messages"),
+        (chat, {"messages": None}, "messages"),
+        (chat, {"top_logprobs": 3}, "top_logprobs"),
+        (tokenize, {}, "prompt"),
+        (tokenize, {"prompt": "a", "messages": [{}]}, "prompt"),
+        (tokenize, {"messages": []}, "messages"),
+        (detokenize, {}, "tokens"),
+        (detokenize, {"tokens": [10]}, "tokens"),
+        (detokenize, {"tokens": [-1]}, "tokens"),
+    ],
+)
+def test_values_no_type_can_refuse_have_a_code_too(parser: Any, fields: dict[str, Any], param: str) -> None:
+    with pytest.raises(api.ApiError) as refused:
+        parser(**fields)
+    error = refused.value
+    assert (error.status, error.param, error.code) == (400, param, "invalid_value")
+
+
 def test_decoding_leaves_the_garbage_collector_as_it_was() -> None:
     assert gc.isenabled()
     with pytest.raises(api.ApiError):

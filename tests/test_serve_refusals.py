@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import gzip
 import json
+import socket
+import zlib
 from typing import Any
 
 import pytest
@@ -254,10 +256,54 @@ def test_b011_body_limit(own: Any) -> None:
     for body in (big, iter([big[: 2**20], big[2**20 :]])):  # with Content-Length, and in chunks without it
         r = live.post(COMPLETIONS, body, Content_Type="application/json")
         assert r.status == 413 and r.error["code"] == "body_too_large" and str(2**21) in r.error["message"]
-    packed = gzip.compress(json.dumps(completion(max_tokens=1)).encode())
-    bomb = gzip.compress(b"a" * 2**24)
-    for data, status in ((packed, 200), (bomb, 413), (b"no gzip", 400)):
-        headers = {"Content_Type": "application/json", "Content_Encoding": "gzip"}
-        assert (r := live.post(COMPLETIONS, data, **headers)).status == status, r.body
-        assert status == 200 or r.error["code"] in ("body_too_large", "unreadable_body")
     assert live.ask(COMPLETIONS, completion(max_tokens=1))
+
+
+def test_b011_compressed_bodies(live: LiveServer) -> None:
+    plain = json.dumps(completion(max_tokens=1)).encode()
+    packed, bomb = gzip.compress(plain), gzip.compress(b"a" * 2**24)
+    cases: list[tuple[str, Any, int, str | None]] = [
+        ("gzip", packed, 200, None),
+        ("GZIP", iter([packed[:9], packed[9:]]), 200, None),
+        ("deflate", zlib.compress(plain), 200, None),
+        ("identity", plain, 200, None),
+        ("", plain, 200, None),
+        ("gzip", gzip.compress(b"not JSON"), 400, "invalid_json"),
+        ("gzip", b"no gzip", 400, "unreadable_body"),
+        ("gzip", b"", 400, "unreadable_body"),
+        ("gzip", packed[:-1], 400, "unreadable_body"),
+        ("gzip", packed + b"more", 400, "unreadable_body"),
+        ("gzip", bomb, 413, "body_too_large"),
+        ("gzip", iter([bomb]), 413, "body_too_large"),
+        *((name, plain, 415, "unsupported_media_type") for name in ("foo", "br", "zstd", "gzip, gzip")),
+    ]
+    for encoding, body, status, code in cases:
+        r = live.post(COMPLETIONS, body, Content_Type="application/json", Content_Encoding=encoding)
+        assert r.status == status, (encoding, r.body)
+        assert status == 200 or r.error["code"] == code, (encoding, r.body)
+    message = live.post(COMPLETIONS, plain, Content_Type="application/json", Content_Encoding="zstd").error
+    assert message["message"] == "Content-Encoding 'zstd' is not supported; use gzip, deflate, or none"
+
+
+def test_b011_packed_bytes_count_too(live: LiveServer) -> None:
+    """Compressed data that unpacks to nothing, without end."""
+    empty_blocks = b"\x00\x00\x00\xff\xff" * 10_000
+    blocks = [empty_blocks] * (live.state.max_body // len(empty_blocks) + 1)
+    body = iter([zlib.compress(b"")[:2], *blocks])
+    r = live.post(COMPLETIONS, body, Content_Type="application/json", Content_Encoding="deflate")
+    assert r.status == 413 and r.error["code"] == "body_too_large"
+
+
+def test_the_http_library_answers_what_never_reaches_a_handler(live: LiveServer) -> None:
+    """The rule book says that these have plain text."""
+    for lines, status in (
+        (b"FOO /v1/models HTTP/1.1\r\nHost: x", b"400"),
+        (b"hello", b"400"),
+        (b"GET /health HTTP/1.1\r\nHost: x\r\nX: " + b"a" * 9000, b"400"),
+        (b"GET /health HTTP/1.1\r\nHost: x\r\nConnection: close\r\nExpect: a miracle", b"417"),
+    ):
+        with socket.create_connection(("127.0.0.1", live.port), timeout=20) as sock:
+            sock.sendall(lines + b"\r\n\r\n")
+            answer = sock.makefile("rb").read().lower()
+        assert answer.split()[1] == status and b"content-type: text/plain" in answer, answer
+    assert live.send("PROPFIND", "/v1/models").error["code"] == "method_not_allowed"

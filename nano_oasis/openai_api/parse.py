@@ -177,7 +177,7 @@ def parse_completion(request: CompletionRequest) -> Call:
     params = _sampling(request, limit, request.logprobs, max(asked, default=None))
     if len(prompts) * n > MAX_CHOICES:
         message = f"one call may ask for {MAX_CHOICES} choices (prompts x n), got {len(prompts)} x {n}"
-        raise ApiError(400, message, "prompt")
+        raise _invalid(message, "prompt")
     return Call(
         params=params,
         stream=bool(request.stream),
@@ -199,7 +199,7 @@ def parse_chat(request: ChatRequest) -> Call:
     messages = _messages(request.messages)
     top = request.top_logprobs
     if top and not request.logprobs:
-        raise ApiError(400, "top_logprobs needs logprobs: true", "top_logprobs")
+        raise _invalid("top_logprobs needs logprobs: true", "top_logprobs")
     shown = (top or 0) if request.logprobs else None
     try:
         params = _sampling(request, _limit(request, None), shown, request.prompt_logprobs)
@@ -221,7 +221,7 @@ def parse_tokenize(request: TokenizeRequest) -> TokenizeRequest:
     """Exactly one of prompt and messages. Raises ApiError(400)."""
     refuse_unsupported(request)
     if (request.prompt is None) == (request.messages is None):
-        raise ApiError(400, "give either prompt or messages", "prompt")
+        raise _invalid("give either prompt or messages", "prompt")
     if request.prompt is None:
         _messages(request.messages)
     return request
@@ -230,10 +230,10 @@ def parse_tokenize(request: TokenizeRequest) -> TokenizeRequest:
 def parse_detokenize(request: DetokenizeRequest, vocab_size: int) -> list[int]:
     """Token ids, each in [0, vocab_size). Raises ApiError(400)."""
     if request.tokens is None:
-        raise ApiError(400, "tokens is required: a list of token ids", "tokens")
+        raise _invalid("tokens is required: a list of token ids", "tokens")
     for token in request.tokens:
         if not 0 <= token < vocab_size:
-            raise ApiError(400, f"token ids must be between 0 and {vocab_size - 1}, got {token}", "tokens")
+            raise _invalid(f"token ids must be between 0 and {vocab_size - 1}, got {token}", "tokens")
     return request.tokens
 
 
@@ -247,10 +247,14 @@ def refuse_unsupported(request: msgspec.Struct) -> None:
         raise ApiError(400, f"{name} is not supported yet; {advice}", name, "unsupported_parameter")
 
 
+def _invalid(message: str, param: str) -> ApiError:
+    return ApiError(400, message, param, "invalid_value")
+
+
 def _messages(messages: list[Any] | None) -> list[Any]:
     """Present and not empty; what a message must look like is for the tokenizer to say."""
     if not messages:
-        raise ApiError(400, "messages is required: a non-empty list of messages", "messages")
+        raise _invalid("messages is required: a non-empty list of messages", "messages")
     return messages
 
 
@@ -258,12 +262,12 @@ def _prompts(value: str | list[Any] | None) -> list[str | list[int]]:
     """The four shapes of a prompt as a list of texts and id lists."""
     shapes = "a string, a list of strings, a list of token ids, or a list of lists of token ids"
     if value is None:
-        raise ApiError(400, f"prompt is required: {shapes}", "prompt")
+        raise _invalid(f"prompt is required: {shapes}", "prompt")
     if isinstance(value, str):
         return [value]
     kinds = {type(item) for item in value}
     if len(kinds) != 1 or [] in value:
-        raise ApiError(400, f"prompt must be {shapes}; nothing may be empty or mixed", "prompt")
+        raise _invalid(f"prompt must be {shapes}; nothing may be empty or mixed", "prompt")
     return [value] if kinds == {int} else value
 
 
@@ -293,7 +297,7 @@ def _include_usage(request: GenerateRequest) -> bool:
     if options is None:
         return False
     if not request.stream:
-        raise ApiError(400, "stream_options needs stream: true", "stream_options")
+        raise _invalid("stream_options needs stream: true", "stream_options")
     if options.continuous_usage_stats:
         message = "stream_options.continuous_usage_stats is not supported yet; leave it out"
         raise ApiError(400, message, "stream_options", "unsupported_parameter")
@@ -302,5 +306,5 @@ def _include_usage(request: GenerateRequest) -> bool:
 
 def _prompt_logprobs(request: GenerateRequest) -> int | None:
     if request.prompt_logprobs is not None and request.stream:
-        raise ApiError(400, "prompt_logprobs is not available with stream: true", "prompt_logprobs")
+        raise _invalid("prompt_logprobs is not available with stream: true", "prompt_logprobs")
     return request.prompt_logprobs

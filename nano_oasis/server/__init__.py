@@ -1,1 +1,1 @@
-"""The HTTP server: app.py is routes, errors and bodies; handlers.py the endpoints; stream.py delivery."""
+"""The HTTP server: app.py holds state and errors, body.py reads, handlers.py answers, stream.py delivers."""

@@ -1,6 +1,6 @@
-"""The web application: its state, its routes, how bodies are read and how every error becomes JSON.
+"""The web application: its state, its routes, and how every error becomes JSON.
 
-Owns: content types, the body limit, HTTP status of failures, readiness.
+Owns: the HTTP library's settings, HTTP status of failures, readiness.
 Must not know: how an endpoint builds its reply, or how the engine works.
 """
 
@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import re
 import time
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
@@ -77,13 +76,22 @@ class ServerState:
 STATE = web.AppKey("state", ServerState)
 
 
-def make_app(state: ServerState) -> web.Application:
+def make_runner(state: ServerState, shutdown_timeout: float = 60.0) -> web.AppRunner:
+    """The application, with the settings its parts count on: handlers are cancelled when their client is
+    gone, compressed bodies reach body.py as they are, and an ending server waits `shutdown_timeout` seconds
+    for open calls."""
     from nano_oasis.server.handlers import ROUTES
 
     app = web.Application(middlewares=[_errors_as_json])
     app[STATE] = state
     app.add_routes(ROUTES)
-    return app
+    return web.AppRunner(
+        app,
+        handler_cancellation=True,
+        auto_decompress=False,
+        access_log=None,
+        shutdown_timeout=shutdown_timeout,
+    )
 
 
 def json_response(value: object, status: int = 200) -> web.Response:
@@ -137,26 +145,3 @@ def _http_error(request: web.Request, error: web.HTTPException) -> ApiError:
         allowed = ", ".join(sorted(getattr(error, "allowed_methods", ())))
         return ApiError(405, f"{where} is not allowed; use {allowed}", code="method_not_allowed")
     return ApiError(error.status, f"{where}: {error.reason}", code="http_error")
-
-
-async def read_body(request: web.Request) -> bytes:
-    """The body of a JSON call. Raises ApiError 415 (not JSON) or 413 (over the limit, without reading on)."""
-    kind = request.headers.get("Content-Type", "").partition(";")[0].strip().lower()
-    if kind and not re.fullmatch(r"(application|text)/([\w.-]+\+)?json", kind):
-        message = f"the body must be JSON (Content-Type: application/json), got {kind!r}"
-        raise ApiError(415, message, code="unsupported_media_type")
-    limit = request.app[STATE].max_body
-    announced = request.content_length or 0
-    received = 0
-    parts: list[bytes] = []
-    while max(announced, received) <= limit:
-        try:
-            part = await request.content.readany()
-        except web.RequestPayloadError as error:  # a bad chunk, or not the compression it claims to be
-            raise ApiError(400, f"the body cannot be read: {error}", code="unreadable_body") from None
-        if not part:
-            return b"".join(parts)
-        received += len(part)
-        parts.append(part)
-    message = f"the body is larger than the limit of {limit} bytes (--max-body-size)"
-    raise ApiError(413, message, code="body_too_large")

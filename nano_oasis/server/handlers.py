@@ -15,7 +15,8 @@ from nano_oasis import openai_api as api
 from nano_oasis.metrics import CONTENT_TYPE
 from nano_oasis.openai_api import ApiError, Call, Reply
 from nano_oasis.request import RequestError
-from nano_oasis.server.app import STATE, ServerState, json_response, read_body
+from nano_oasis.server.app import STATE, ServerState, json_response
+from nano_oasis.server.body import read_body
 from nano_oasis.server.stream import EventMerge, plain_reply, streamed_reply
 
 
