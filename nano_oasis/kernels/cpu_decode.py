@@ -70,8 +70,8 @@ def paged_decode(
         )  # fmt: skip
     rows, heads, dim = q.shape
     k, v = k_cache.detach().numpy(), v_cache.detach().numpy()
-    query, table = (q.detach() * scale).contiguous().numpy(), block_table.contiguous().numpy()
-    lens = context_lens.contiguous().numpy()
+    query = (q.detach() * scale).contiguous().numpy()
+    table, lens = (x.int().contiguous().numpy() for x in (block_table, context_lens))
     tokens = sum(context_list) if context_list is not None else int(lens.sum())
     shares = max(1, min(torch.get_num_threads(), tokens // SHARE_TOKENS))
     out = np.zeros((shares, rows, heads, dim), np.float32)
@@ -107,20 +107,8 @@ def _decode_share(q, k, v, table, lens, window, share, shares, weights, sums, ou
         low, high = max(begin - at, 0), min(end - at, count)
         at += count
         if low < high:
-            _row(
-                q[r],
-                k,
-                v,
-                table[r],
-                seen_from,
-                lens[r],
-                first + low,
-                first + high,
-                weights,
-                sums,
-                out[r],
-                lse[r],
-            )
+            low, high = first + low, first + high
+            _row(q[r], k, v, table[r], seen_from, lens[r], low, high, weights, sums, out[r], lse[r])
 
 
 @jit

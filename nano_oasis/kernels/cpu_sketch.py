@@ -59,7 +59,7 @@ def fourbit_logits(
     parts = torch.stack((low - high / 16, high / 16), 2).numpy()  # [R, Hq, 2, D / 2]
     q_sums = q.detach().float().sum(-1).numpy()
     slabs = [codes.numpy(), *(x.contiguous().view(torch.uint16).numpy() for x in (base, step))]
-    where, limit = table.contiguous().numpy(), counts.contiguous().numpy()
+    where, limit = (x.long().contiguous().numpy() for x in (table, counts))
     out = np.full((rows, query_heads, table.shape[1]), -np.inf, np.float32)
     sums = np.ones_like(out)
     shares = max(1, min(torch.get_num_threads(), int(limit.sum()) // SHARE_BLOCKS))
