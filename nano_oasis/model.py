@@ -20,6 +20,7 @@ import torch
 import torch.nn.functional as F
 
 from nano_oasis.config import ModelConfig
+from nano_oasis.kernels.linear import linear
 from nano_oasis.memory.dense_kv import KVView
 from nano_oasis.rope import rope_table, rotate
 
@@ -121,25 +122,25 @@ class Model:
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """hidden [N, H] -> fp32 [N, V]."""
-        return F.linear(hidden, self.lm_head).float()
+        return linear(hidden, self.lm_head).float()
 
     def _attention(
         self, x: torch.Tensor, i: int, cos_sin: tuple[torch.Tensor, torch.Tensor], kv: KVView
     ) -> torch.Tensor:
         c, layer = self.config, self.layers[i]
-        qkv = F.linear(x, layer.qkv, layer.qkv_bias).view(len(x), -1, c.head_dim)
+        qkv = linear(x, layer.qkv, layer.qkv_bias).view(len(x), -1, c.head_dim)
         q, k, v = qkv.split((c.num_heads, c.num_kv_heads, c.num_kv_heads), dim=1)  # [T, heads, D]
         if layer.q_norm is not None and layer.k_norm is not None:
             q, k = self._norm(q, layer.q_norm), self._norm(k, layer.k_norm)
         q, k = rotate(q, *cos_sin), rotate(k, *cos_sin)
         kv.write(i, k, v)
         out = kv.attend(i, q, c.scale, layer.window)  # [T, heads, D]
-        return F.linear(out.reshape(len(x), -1), layer.out, layer.out_bias)
+        return linear(out.reshape(len(x), -1), layer.out, layer.out_bias)
 
     def _mlp(self, x: torch.Tensor, layer: Layer) -> torch.Tensor:
-        gate, up = F.linear(x, layer.gate_up, layer.gate_up_bias).chunk(2, dim=-1)
+        gate, up = linear(x, layer.gate_up, layer.gate_up_bias).chunk(2, dim=-1)
         gate = F.silu(gate) if self.config.activation == "silu" else F.gelu(gate, approximate="tanh")
-        return F.linear(gate * up, layer.down, layer.down_bias)
+        return linear(gate * up, layer.down, layer.down_bias)
 
     def _norm(self, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
         """RMSNorm over the last dimension, computed in fp32 as every family's reference does."""
