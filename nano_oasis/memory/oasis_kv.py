@@ -195,32 +195,43 @@ class OasisKV:
         fresh = range(first, end)
         if not fresh:
             return
-        if not seat.dense:
-            self._trim(seat, first, room=len(fresh) if row.start >= len(seat.request.prompt_ids) else 0)
         self._make_room(self.planes * len(fresh))
         self.residency.add(seat.index, fresh, self.step)
 
+    @property
+    def spare(self) -> int:
+        """Free slots beyond what the next step may need for new tokens: working sets may grow into these."""
+        return self.pool.num_free - self.reserve
+
     def _make_room(self, need: int) -> None:
-        """Shrink requests that hold more than their floor, largest first, until `need` slots are free."""
+        """Until `need` slots are free: trim working sets to their caps, then shrink dense requests.
+
+        The one that holds most above its floor gives first. Floors and the reserve fit the pool together
+        (admit), so this ends; slots of requests that have left come back with their tickets.
+        """
         while self.pool.num_free < need:
-            dense = [s for s in self.seats.values() if s.dense and s.request.params.kv_mode != "dense"]
-            if dense:
-                self.shrink(max(dense, key=lambda s: self.residency.resident(s.index) - s.floor))
-            elif self._flying:  # slots of requests that have left come back with their tickets
+            seats = [s for s in self.seats.values() if s.request.params.kv_mode != "dense"]
+            over = [s for s in seats if s.dense or self._excess(s) > 0]
+            if over:
+                self.shrink(max(over, key=self._excess))
+            elif self._flying:
                 self.coordinator.wait(list(self._flying.values()), WAIT_S)
                 self.arrivals()
             else:
                 return  # the pool's own error will say so
 
-    def shrink(self, seat: Seat) -> None:
-        """From now on this request keeps a working set."""
-        seat.dense, seat.cold = False, True
-        self._trim(seat, seat.sealed)
+    def _excess(self, seat: Seat) -> int:
+        """Slots of sealed blocks above the caps, one place of each cap being the unsealed block's."""
+        table = self.residency.slot_of[:, seat.index, : seat.sealed]
+        return int(((table != EMPTY).sum(1) - (seat.caps - 1)).clamp(min=0).sum())
 
-    def _trim(self, seat: Seat, end: int, room: int = 0) -> None:
+    def shrink(self, seat: Seat) -> None:
+        """Down to its caps, least recently selected first; from now on this request keeps a working set."""
+        if seat.dense:
+            seat.dense, seat.cold = False, True
         o = self.options
         recent = max(o.recent_blocks - 1, 0)
-        self.residency.trim(seat.index, (seat.caps - room).clamp(min=0), o.sink_blocks, recent, end)
+        self.residency.trim(seat.index, seat.caps - 1, o.sink_blocks, recent, seat.sealed)
 
     def end(self, rows: Sequence[ScheduledRow]) -> dict[int, str]:
         """Seal the blocks this step filled: host copy and sketch, all rows together, layer by layer."""
@@ -238,7 +249,6 @@ class OasisKV:
             seat = self.seats[row.request.id]
             if not seat.dense and row.start < len(row.request.prompt_ids):
                 seat.cold = True
-                self._trim(seat, seat.sealed)
         failures, self.failures = self.failures, {}
         return failures
 

@@ -47,6 +47,16 @@ class _Rows:
         self.host_blocks = torch.tensor(padded)  # [n, width] int64
 
 
+@dataclass
+class _Plan:
+    """n rows, M positions: which blocks a choice may and must contain."""
+
+    blocks: Tensor  # [n] blocks of the context, the partial one included
+    valid: Tensor  # [n, M] bool
+    forced: Tensor  # [n, M] bool: read whatever their mass
+    within: Tensor  # [n, most blocks any row reads] bool: within the row's own budget
+
+
 class OasisView:
     """See KVView in dense_kv.py. T tokens, the rows one after another."""
 
@@ -69,6 +79,7 @@ class OasisView:
             else:
                 (dense if seat.dense else sparse).append((seat, at, row.start + 1))
         self.dense, self.sparse = self._group(dense), self._group(sparse)
+        self.plans: dict[tuple[int | None, bool], _Plan] = {}
 
     @staticmethod
     def _group(parts: list[tuple[Seat, int, int]]) -> _Rows | None:
@@ -91,6 +102,8 @@ class OasisView:
         if self.sparse is not None:
             kv.coordinator.reached(kv.step, layer)
             kv.arrivals()
+        if self.sparse is not None and len(self.sparse.seats) == len(q) and kv.groups == 1:
+            return self._sparse(layer, q, scale, window)  # only shrunk decodes: nothing to take apart
         out = torch.empty_like(q)
         parts = out.view(len(q), kv.groups, -1, q.shape[-1])  # [T, groups, Hq / groups, D]
         queries = q.view(parts.shape)
@@ -155,46 +168,53 @@ class OasisView:
         """The shrunk rows' queries -> [n, Hq, D], over the best resident blocks of each row's budget."""
         kv, rows = self.kv, self.sparse
         assert rows is not None
-        q = queries[rows.tokens]
-        blocks = (rows.lens.long() + self.size - 1) // self.size  # [n], the partial one included
-        at = torch.arange(int(blocks.max()))
-        valid = at < blocks[:, None]  # [n, M]
-        if window is not None:
-            forced = valid & (at * self.size + self.size > rows.lens[:, None] - window)
-            mass = torch.zeros(valid.shape)
-            valid, budget = forced, forced.sum(1)
+        q = queries if len(rows.seats) == len(queries) else queries[rows.tokens]
+        p = self._plan(plane // kv.groups, window)
+        forced, valid, within, count = p.forced, p.valid, p.within, p.within.shape[1]
+        if window is None:
+            mass = self._mass(plane, q, scale, p.valid.shape[1])
         else:
-            o = kv.options
-            forced = valid & ((at < o.sink_blocks) | (at >= blocks[:, None] - o.recent_blocks))
-            mass = self._mass(plane, q, scale, len(at))
-            budget = self._budgets(plane, rows, blocks)
-        count = int(budget.max())
-        within = torch.arange(count) < budget[:, None]  # [n, count]
+            mass = torch.zeros(valid.shape)
         want = self._top(mass, count, forced, valid, within)
         table = kv.residency.slot_of[plane]
-        held = table[rows.index, : len(at)]  # [n, M]
+        held = table[rows.index, : valid.shape[1]]  # [n, M]
         missing = (want >= 0) & (held.gather(1, want.clamp(min=0)) < 0)
         self._count(want, missing)
         if missing.any():
             self._fetch(plane, rows, want, missing, forced, held, mass, now=True)
-            held = table[rows.index, : len(at)]
+            held = table[rows.index, : valid.shape[1]]
         here = held >= 0
         chosen = self._top(mass, count, forced, valid & here, within)
-        out = self._decode(q, *self._slots(chosen, held, blocks, rows), None, scale, window)
+        out = self._decode(q, *self._slots(chosen, held, p.blocks, rows), None, scale, window)
         if window is None and kv.options.audit_every and kv.step % kv.options.audit_every == 0:
             self._audit(plane, q, chosen, held, scale)
-        used = kv.residency.used_at[plane]
-        used[rows.index[:, None].expand_as(chosen)[chosen >= 0], chosen[chosen >= 0]] = kv.step
+        # -1 falls on position 0: the sink, which is read anyway
+        kv.residency.used_at[plane][rows.index[:, None], chosen.clamp(min=0)] = kv.step
         if window is None and kv.options.predictor != "current":
             missing = (want >= 0) & (held.gather(1, want.clamp(min=0)) == EMPTY)
             if missing.any():
                 self._fetch(plane, rows, want, missing, forced, held, mass, now=False)
         return out
 
-    def _budgets(self, plane: int, rows: _Rows, blocks: Tensor) -> Tensor:
-        if plane // self.kv.groups < self.kv.options.dense_layers:
-            return blocks
-        return torch.minimum(torch.tensor([s.budget for s in rows.seats]), blocks)
+    def _plan(self, layer: int, window: int | None) -> _Plan:
+        """What the choice of blocks has in common over the layers of one kind; made once per step."""
+        rows, o = self.sparse, self.kv.options
+        assert rows is not None
+        key = (window, layer < o.dense_layers)
+        if key not in self.plans:
+            blocks = (rows.lens.long() + self.size - 1) // self.size
+            at = torch.arange(int(blocks.max()))
+            valid = at < blocks[:, None]
+            if window is not None:
+                valid = forced = valid & (at * self.size + self.size > rows.lens[:, None] - window)
+                budget = forced.sum(1)
+            else:
+                forced = valid & ((at < o.sink_blocks) | (at >= blocks[:, None] - o.recent_blocks))
+                budget = torch.minimum(torch.tensor([s.budget for s in rows.seats]), blocks)
+                budget = blocks if layer < o.dense_layers else budget
+            within = torch.arange(int(budget.max())) < budget[:, None]
+            self.plans[key] = _Plan(blocks, valid, forced, within)
+        return self.plans[key]
 
     def _mass(self, plane: int, q: Tensor, scale: float, width: int) -> Tensor:
         """Estimated attention mass of every sealed block, [n, M] fp32; 0 for the others."""
@@ -301,10 +321,12 @@ class OasisView:
         victims = age.topk(most, dim=1, largest=False)
         choices = victims.indices.masked_fill(victims.values == 2**31 - 1, -1).tolist()
         resident = ((held >= 0) | (held == FLYING)).sum(1).tolist()
+        caps = [int(s.caps[plane]) for s in rows.seats]
         tickets = []
+        wants, masses = want.tolist(), mass.gather(1, want.clamp(min=0)).tolist()
         for i, j in ask.nonzero().tolist():
-            seat, position = rows.seats[i], int(want[i, j])
-            if resident[i] < int(seat.caps[plane]) and kv.pool.num_free > 0:
+            seat, position = rows.seats[i], wants[i][j]
+            if kv.spare > 0 or (resident[i] < caps[i] and kv.pool.num_free > 0):
                 slot = kv.pool.take(1)[0]
                 resident[i] += 1
             elif choices[i] and choices[i][0] >= 0:
@@ -318,7 +340,7 @@ class OasisView:
                 Ticket(
                     seat.request.id, seat.generation, layer, group, position,
                     seat.request.block_table[position], slot, kv.slot_bytes,
-                    NOW if now else kv.step + 1, float(mass[i, position]),
+                    NOW if now else kv.step + 1, masses[i][j],
                 )
             )  # fmt: skip
         return tickets
