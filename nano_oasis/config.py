@@ -167,7 +167,7 @@ class EngineConfig:
     dense_layers: int = _oasis(0, "first layers that keep and read everything", low=0, high=1024)
     buffer_factor: float = _oasis(1.25, "blocks kept on the device per block read", low=1, high=16)
     admission_cap: int | None = _oasis(
-        None, "blocks prefetched per request, layer and step; default: 5% of the budget, or what the link can",
+        None, "blocks prefetched per request, layer and step; default: by the link, at most 5% of a budget",
         low=0, high=65536,
     )  # fmt: skip
     head_groups: int = _oasis(1, "block choices per layer; must divide the KV heads", low=1, high=1024)
