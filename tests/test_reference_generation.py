@@ -1,7 +1,7 @@
 """Greedy tokens against transformers through the whole engine, on tiny checkpoints of every family.
 
-A batch of 8, chunked prefill, preemption and the prefix cache are all on: exactness must survive them. On
-real models the same comparison takes minutes: benchmarks/against_transformers.py, result in docs/14-figures.md.
+A batch of 8, chunked prefill, preemption and the prefix cache are all on: exactness must survive them.
+The same on real models takes minutes: benchmarks/against_transformers.py. docs/14-figures.md has the result.
 """
 
 import pytest
