@@ -51,16 +51,17 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--model", default="smollm2")
     parser.add_argument("--dtype", default="auto")
+    parser.add_argument("--kv-mode", default="dense", choices=("dense", "oasis"))
     parser.add_argument("--streams", default="1,8,32")
     parser.add_argument("--prompt-tokens", type=int, default=100)
     parser.add_argument("--new-tokens", type=int, default=64)
     parser.add_argument("--repeats", type=int, default=3)
     args = parser.parse_args()
     bandwidth = read_bandwidth()
-    with LLM(args.model, dtype=args.dtype) as llm:
+    with LLM(args.model, dtype=args.dtype, kv_mode=args.kv_mode) as llm:
         model, engine = llm.engine.model_config, llm.engine
         weights = engine.runner.model.weight_bytes
-        size = engine.runner.kv.cache.keys.element_size()
+        size = getattr(torch, engine.info.dtype).itemsize
         context = args.prompt_tokens + args.new_tokens // 2
         print(
             f"read bandwidth {bandwidth / 1e9:.1f} GB/s, weights {weights / 1e6:.0f} MB, {engine.info.dtype}"

@@ -67,8 +67,9 @@ class OasisView:
         counts = torch.tensor([r.num_tokens for r in rows])
         starts = (counts.cumsum(0) - counts).tolist()
         position = torch.cat([torch.arange(r.start, r.start + r.num_tokens) for r in rows])
-        self.token_seat = torch.tensor([s.index for s in seats]).repeat_interleave(counts)  # [T]
-        self.token_block, self.token_offset = position // self.size, position % self.size
+        token_seat = torch.tensor([s.index for s in seats]).repeat_interleave(counts)  # [T]
+        slots = kv.residency.slot_of[:, token_seat, position // self.size].long()
+        self.token_slots = slots * self.size + position % self.size  # [planes, T]; the tail does not move
         dense: list[tuple[Seat, int, int]] = []
         sparse: list[tuple[Seat, int, int]] = []
         self.chunks: list[tuple[Seat, ScheduledRow, slice]] = []
@@ -79,6 +80,9 @@ class OasisView:
             else:
                 (dense if seat.dense else sparse).append((seat, at, row.start + 1))
         self.dense, self.sparse = self._group(dense), self._group(sparse)
+        if self.dense is not None:
+            width = -(-max(self.dense.contexts) // self.size)
+            self.dense_table = kv.residency.slot_of[:, self.dense.index, :width]  # [planes, n, width]
         self.plans: dict[tuple[int | None, bool], _Plan] = {}
 
     @staticmethod
@@ -92,45 +96,45 @@ class OasisView:
         kv = self.kv
         for g in range(kv.groups):
             heads = kv.heads(g) or slice(None)
-            slot = kv.residency.slot_of[layer * kv.groups + g][self.token_seat, self.token_block].long()
-            kv.kernels.write_kv(
-                k[:, heads], v[:, heads], kv.slot_keys, kv.slot_values, slot * self.size + self.token_offset
-            )
+            slots = self.token_slots[layer * kv.groups + g]
+            kv.kernels.write_kv(k[:, heads], v[:, heads], kv.slot_keys, kv.slot_values, slots)
 
     def attend(self, layer: int, q: Tensor, scale: float, window: int | None) -> Tensor:
         kv = self.kv
         if self.sparse is not None:
             kv.coordinator.reached(kv.step, layer)
             kv.arrivals()
-        if self.sparse is not None and len(self.sparse.seats) == len(q) and kv.groups == 1:
-            return self._sparse(layer, q, scale, window)  # only shrunk decodes: nothing to take apart
+        if kv.groups == 1 and not self.chunks:  # the usual decode step: nothing to take apart
+            if self.sparse is None:
+                return self._dense(layer, q, scale, window)
+            if self.dense is None:
+                return self._sparse(layer, q, scale, window)
         out = torch.empty_like(q)
         parts = out.view(len(q), kv.groups, -1, q.shape[-1])  # [T, groups, Hq / groups, D]
         queries = q.view(parts.shape)
         for g in range(kv.groups):
             plane = layer * kv.groups + g
             if self.dense is not None:
-                rows = self.dense
-                table = self._table(plane, rows.index, max(rows.contexts))
-                got = self._decode(queries[rows.tokens, g], table, rows.lens, rows.contexts, scale, window)
-                parts[rows.tokens, g] = got
+                tokens = self.dense.tokens
+                parts[tokens, g] = self._dense(plane, queries[tokens, g], scale, window)
             if self.sparse is not None:
                 parts[self.sparse.tokens, g] = self._sparse(plane, queries[:, g], scale, window)
             for chunk in self.chunks:
                 parts[chunk[2], g] = self._chunk(plane, queries[chunk[2], g], *chunk[:2], scale, window)
         return out
 
-    def _table(self, plane: int, index: Tensor, tokens: int) -> Tensor:
-        return self.kv.residency.slot_of[plane][index, : -(-tokens // self.size)]
+    def _dense(self, plane: int, q: Tensor, scale: float, window: int | None) -> Tensor:
+        """The dense rows' queries [n, Hq, D] over everything."""
+        rows = self.dense
+        assert rows is not None
+        return self._decode(q, self.dense_table[plane], rows.lens, rows.contexts, scale, window)
 
     def _decode(
         self, q: Tensor, table: Tensor, lens: Tensor, contexts: list[int] | None, scale: float,
         window: int | None = None,
     ) -> Tensor:  # fmt: skip
-        kv = self.kv
-        out: Tensor = kv.kernels.paged_decode(
-            q, kv.slot_keys, kv.slot_values, table, lens, scale, window, context_list=contexts
-        )
+        decode, caches = self.kv.kernels.paged_decode, (self.kv.slot_keys, self.kv.slot_values)
+        out: Tensor = decode(q, *caches, table, lens, scale, window, context_list=contexts)
         return out
 
     # --- prefill chunks ----------------------------------------------------------------------------
@@ -141,7 +145,7 @@ class OasisView:
         kv = self.kv
         end = row.start + row.num_tokens
         if seat.dense:
-            table = self._table(plane, torch.tensor([seat.index]), end)
+            table = kv.residency.slot_of[plane, seat.index, None, : -(-end // self.size)]
             starts, lens = (
                 torch.tensor([0, len(q)], dtype=torch.int32),
                 torch.tensor([end], dtype=torch.int32),
