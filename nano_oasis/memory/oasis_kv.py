@@ -10,7 +10,7 @@ The life of a block:
   4. dropped from a layer when memory is needed elsewhere           _make_room, trim
   5. wanted: a query against the sketches says so                   oasis_view.py
   6. fetched by a ticket while a step computes                      coordinator.py
-  7. published when the copy is complete, read by later steps       arrivals() 
+  7. published when the copy is complete, read by later steps       arrivals()
   8. found again by its hash in the host tier by other requests     blocks.py
 """
 
