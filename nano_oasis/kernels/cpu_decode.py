@@ -36,9 +36,10 @@ from nano_oasis.kernels.simd import (
     store_sums,
     sum_lanes,
 )
+from nano_oasis.kernels.simd_share import begin, entry, finish, place
 from nano_oasis.kernels.workers import run_shares
 
-SHARE_TOKENS = 256  # a thread is woken for no less than this: it takes as long as reading them
+SHARE_TOKENS = 256  # of which a share has no less
 _ZERO, _ONE, _SIXTEENTH, _NEG_INF = (np.float32(x) for x in (0, 1, 1 / 16, -np.inf))
 
 
@@ -73,26 +74,27 @@ def paged_decode(
     query = (q.detach() * scale).contiguous().numpy()
     table, lens = (x.int().contiguous().numpy() for x in (block_table, context_lens))
     tokens = sum(context_list) if context_list is not None else int(lens.sum())
-    shares = max(1, min(torch.get_num_threads(), tokens // SHARE_TOKENS))
+    shares = max(1, min(2 * torch.get_num_threads(), tokens // SHARE_TOKENS))
     out = np.zeros((shares, rows, heads, dim), np.float32)
     lse = np.full((shares, rows, heads), -np.inf, np.float32)
-    seen = window or 0
-
-    def work(share: int) -> None:
-        weights = np.empty((heads, -(-k.shape[1] // LANES) * LANES), np.float32)
-        sums = np.empty(heads, np.float32)
-        _decode_share(query, k, v, table, lens, seen, share, shares, weights, sums, out[share], lse[share])
-
-    run_shares(shares, work)
-    if shares > 1:
-        _merge(out, lse)
+    scratch = np.empty((shares, heads, -(-k.shape[1] // LANES) * LANES + 1), np.float32)
+    run_shares(_decode, shares, query, k, v, table, lens, window or 0, scratch, out, lse)
     result = torch.from_numpy(out[0])
     return (result, torch.from_numpy(lse[0])) if return_lse else result
 
 
 @jit
-def _decode_share(q, k, v, table, lens, window, share, shares, weights, sums, out, lse):  # type: ignore[no-untyped-def]
-    """This share's part of every row it touches -> out [R, H, D] and lse [R, H], zeros and -inf before."""
+def _decode(box, shares, args):  # type: ignore[no-untyped-def]
+    begin(box, entry(_decode_share, args), place(args), shares)
+    finish(box)
+    if shares > 1:
+        _merge(args[7], args[8])
+
+
+@jit
+def _decode_share(share, shares, q, k, v, table, lens, window, scratch, outs, lses):  # type: ignore[no-untyped-def]
+    """A share's part of every row it touches -> outs[share] and lses[share], zeros and -inf before."""
+    out, lse, weights, sums = outs[share], lses[share], scratch[share, :, :-1], scratch[share, :, -1]
     size = k.shape[1]
     total = 0
     for r in range(len(lens)):

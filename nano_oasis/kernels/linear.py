@@ -1,31 +1,53 @@
-"""Linear layers on the CPU: which product is fastest for how many rows.
+"""Linear layers: on the CPU which product is fastest for how many rows.
 
 Owns: the choice, and the table it rests on. Must not know: the model, or what the rows are.
 
-All 121 linear layers of SmolLM2 in fp32 (538 MB), ms, torch 2.13 (MKL), 2 threads, Zen 4, medians of 7:
+All 121 linear layers of SmolLM2 in fp32 (538 MB), ms, torch 2.13 (MKL), 2 threads, Xeon with AVX-512,
+medians of 7 (benchmarks/linear.py); the memory's floor is 25 ms:
 
     rows               1     2     3     4     6     8    12    16    24    32    64
-    F.linear        45.9  90.7 113.2  72.9  68.0  63.5  70.5  76.2 106.6 127.6 184.7
-    (W @ x.T).T     46.0  29.1  38.0  38.2  49.3  51.6  84.5  68.6  95.4  94.6 139.2
+TABLE
 
-One row alone takes a matrix-vector path that uses one thread; a second row of zeros avoids it.
+One row alone takes a matrix-vector path of torch's that uses one thread; a second row of zeros avoids it.
 """
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 import torch.nn.functional as F
 
-_FEW = 8  # rows: up to here the transposed product wins clearly; the padded single row too
+from nano_oasis.kernels.dispatch import numba_works
+
+_COMPILED = 32  # rows: up to here the compiled product wins
+_FEW = 8  # without it: up to here the transposed product wins clearly; the padded single row too
 _SOME = range(16, 129)  # and here by a little
 
 
 def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
-    """x [n, in], weight [out, in], bias [out] -> [n, out], contiguous. Equals F.linear up to rounding."""
+    """x [n, in], weight [out, in], bias [out] -> [n, out], contiguous. Equals F.linear up to rounding.
+
+    Up to 32 rows on the CPU a row's result does not depend on the other rows.
+    """
     rows = len(x)
-    if x.device.type != "cpu" or x.dtype != torch.float32 or not (rows <= _FEW or rows in _SOME):
+    if x.device.type != "cpu" or x.dtype != torch.float32:
         return F.linear(x, weight, bias)
-    if rows == 1:
-        x = F.pad(x, (0, 0, 0, 1))
-    out = torch.mm(weight, x.T)[:, :rows].T.contiguous()
+    compiled = _compiled() if rows <= _COMPILED else None
+    if compiled is not None and compiled.supports(x, weight):
+        out: torch.Tensor = compiled.linear_rows(x, weight)
+    elif rows <= _FEW or rows in _SOME:
+        if rows == 1:
+            x = F.pad(x, (0, 0, 0, 1))
+        out = torch.mm(weight, x.T)[:, :rows].T.contiguous()
+    else:
+        return F.linear(x, weight, bias)
     return out if bias is None else out.add_(bias)
+
+
+def _compiled() -> Any:
+    if not numba_works():
+        return None
+    from nano_oasis.kernels import cpu_linear
+
+    return cpu_linear

@@ -10,7 +10,10 @@ array and `i` an index into it; neither is checked.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import zlib
+from collections.abc import Callable, Sequence
+from functools import cache
+from pathlib import Path
 from typing import Any
 
 from llvmlite import ir
@@ -33,9 +36,18 @@ def jit(function: Callable[..., Any]) -> Any:
     # be allocated, so callers bring the scratch memory.
     options: dict[str, Any] = {"nogil": True, "_nrt": False, "error_model": "numpy"}
     try:
-        return njit(function, cache=True, **options)
+        compiled = njit(function, cache=True, **options)
     except RuntimeError:  # no directory that can be written: each process compiles anew
         return njit(function, **options)
+    # What is on disk is valid for the file the function is in, and for these operations too.
+    file = compiled._cache._cache_file
+    file._source_stamp = (file._source_stamp, _operations())
+    return compiled
+
+
+@cache
+def _operations() -> int:
+    return hash(tuple(zlib.crc32(f.read_bytes()) for f in sorted(Path(__file__).parent.glob("simd*.py"))))
 
 
 class _Vector(types.Type):
@@ -84,6 +96,16 @@ def _pointer(context: Any, b: Any, signature: Any, args: Any, element: ir.Type) 
     array, i = args[:2]
     data = context.make_array(signature.args[0])(context, b, array).data
     return b.bitcast(b.gep(data, [i]), element.as_pointer())
+
+
+def _four(b: Any, vectors: Sequence[ir.Value], combine: Callable[..., ir.Value]) -> ir.Value:
+    """Four vectors -> <4 x float>, each vector's lanes combined."""
+
+    def neighbours(x: ir.Value, y: ir.Value) -> ir.Value:
+        return combine(_shuffle(b, x, y, [0, 2, 4, 6]), _shuffle(b, x, y, [1, 3, 5, 7]))
+
+    w, x, y, z = (_halve(b, v, combine, 4) for v in vectors)
+    return neighbours(neighbours(w, x), neighbours(y, z))
 
 
 # --- operations ---------------------------------------------------------------------------------------
@@ -161,29 +183,11 @@ def store_sums(_: Any, array: Any, i: Any, w: Any, x: Any, y: Any, z: Any) -> An
     """array[i : i + 4] = the sums of four vectors' lanes, which together cost little more than one."""
 
     def emit(context: Any, b: Any, signature: Any, args: Any) -> Any:
-        return _store_four(context, b, signature, args, b.fadd)
+        four = _four(b, args[2:], b.fadd)
+        b.store(four, _pointer(context, b, signature, args, ir.VectorType(_F32, 4)), align=4)
+        return context.get_dummy_value()
 
     return types.void(array, i, vector, vector, vector, vector), emit
-
-
-@intrinsic
-def store_largest(_: Any, array: Any, i: Any, w: Any, x: Any, y: Any, z: Any) -> Any:
-    """array[i : i + 4] = the largest lane of each vector."""
-
-    def emit(context: Any, b: Any, signature: Any, args: Any) -> Any:
-        return _store_four(context, b, signature, args, _larger(b))
-
-    return types.void(array, i, vector, vector, vector, vector), emit
-
-
-def _store_four(context: Any, b: Any, signature: Any, args: Any, combine: Callable[..., ir.Value]) -> Any:
-    def neighbours(x: ir.Value, y: ir.Value) -> ir.Value:
-        return combine(_shuffle(b, x, y, [0, 2, 4, 6]), _shuffle(b, x, y, [1, 3, 5, 7]))
-
-    w, x, y, z = (_halve(b, v, combine, 4) for v in args[2:])
-    four = neighbours(neighbours(w, x), neighbours(y, z))
-    b.store(four, _pointer(context, b, signature, args, ir.VectorType(_F32, 4)), align=4)
-    return context.get_dummy_value()
 
 
 @intrinsic
@@ -208,51 +212,6 @@ def exp(_: Any, x: Any) -> Any:
         return b.fmul(p, b.bitcast(power, _VEC))
 
     return vector(vector), emit
-
-
-@intrinsic
-def load_low(_: Any, array: Any, i: Any) -> Any:
-    """The low four bits of sixteen uint8."""
-
-    def emit(context: Any, b: Any, signature: Any, args: Any) -> Any:
-        codes = _load_integers(context, b, signature, args, 8)
-        return b.sitofp(b.and_(codes, _all_int(15)), _VEC)
-
-    return vector(array, i), emit
-
-
-@intrinsic
-def load_bytes(_: Any, array: Any, i: Any) -> Any:
-    """Sixteen uint8."""
-
-    def emit(context: Any, b: Any, signature: Any, args: Any) -> Any:
-        return b.sitofp(_load_integers(context, b, signature, args, 8), _VEC)
-
-    return vector(array, i), emit
-
-
-@intrinsic
-def load_half(_: Any, array: Any, i: Any) -> Any:
-    """Sixteen float16, given as uint16, without the instruction for it that not every CPU has."""
-
-    def emit(context: Any, b: Any, signature: Any, args: Any) -> Any:
-        bits = _load_integers(context, b, signature, args, 16)
-        # Moved to a float32's place the exponent is 112 too small, and subnormal numbers come out right.
-        small = b.bitcast(b.shl(b.and_(bits, _all_int(0x7FFF)), _all_int(13)), _VEC)
-        value = b.fmul(small, _all(2.0**112))
-        special = b.or_(b.shl(b.and_(bits, _all_int(0x3FF)), _all_int(13)), _all_int(0x7F800000))
-        exponent = b.and_(bits, _all_int(0x7C00))
-        value = b.select(b.icmp_signed("==", exponent, _all_int(0x7C00)), b.bitcast(special, _VEC), value)
-        sign = b.shl(b.and_(bits, _all_int(0x8000)), _all_int(16))
-        return b.bitcast(b.or_(b.bitcast(value, _IVEC), sign), _VEC)
-
-    return vector(array, i), emit
-
-
-def _load_integers(context: Any, b: Any, signature: Any, args: Any, width: int) -> ir.Value:
-    """Sixteen unsigned integers of `width` bits -> sixteen of 32."""
-    kind = ir.VectorType(ir.IntType(width), LANES)
-    return b.zext(b.load(_pointer(context, b, signature, args, kind), align=1), _IVEC)
 
 
 @intrinsic

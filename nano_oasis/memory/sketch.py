@@ -11,7 +11,7 @@ build, logits, bytes_per_block.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -74,6 +74,13 @@ class Selector(ABC):
         """As score, from slabs through a table (see logits_at) -> fp32 [R, H of `heads`, M]."""
         count = len(range(*heads.indices(next(iter(slabs.values())).shape[1])))
         return _mass(self.logits_at(q.float() * scale, slabs, table, counts, heads), count)
+
+    def mass_at(
+        self, q: Tensor, slabs: Sketch, table: Tensor, counts: Tensor, scale: float,
+        heads: slice = slice(None),
+    ) -> Tensor:  # fmt: skip
+        """score_at with one choice that all of `heads` share -> fp32 [R, M]."""
+        return self.score_at(q, slabs, table, counts, scale, heads).mean(1)
 
 
 def _mass(logits: Tensor, heads: int) -> Tensor:
@@ -258,26 +265,55 @@ class FourBit(Selector):
         return {"codes": pack(codes, 4), "base": base, "step": step}
 
     def logits(self, q: Tensor, sketch: Sketch) -> Tensor:
-        """q.(base + step * code) = base * sum(q) + step * q.code, and the keys are never written out."""
+        """q.(base + step * code) = base * sum(q) + step * q.code, and the keys are never written out.
+
+        The query in q.code is rounded to 8 bits per head, which lets the products be made in integers; its
+        error is a tenth of the codes'.
+        """
+        q_sum, q = q.sum(-1, keepdim=True), round_to_bytes(q)
         codes = _columns(sketch["codes"])  # [R, H, D / 2, N] uint8: low + 16 * high
         q_low, q_high = q.chunk(2, -1)
         # q_low.low + q_high.high with high = (byte - low) / 16: one mask instead of two shifts
         dots = _product(q_low - q_high / 16, (codes & 15).float()) + _product(q_high / 16, codes.float())
         base, step = (_per_query_head(sketch[x], q.shape[1]) for x in ("base", "step"))
-        return _sum_tokens(base * q.sum(-1, keepdim=True) + step * dots, sketch["codes"].shape[-1])
+        return _sum_tokens(base * q_sum + step * dots, sketch["codes"].shape[-1])
 
     def logits_at(
         self, q: Tensor, slabs: Sketch, table: Tensor, counts: Tensor, heads: slice = slice(None)
     ) -> Tensor:
-        if numba_works():
-            from nano_oasis.kernels.cpu_sketch import fourbit_logits, supports
+        if (compiled := _compiled(q, slabs)) is None:
+            return super().logits_at(q, slabs, table, counts, heads)
+        return compiled.fourbit_logits(  # type: ignore[no-any-return]
+            q, slabs["codes"], slabs["base"], slabs["step"], table, counts, heads
+        )
 
-            if supports(q, slabs["codes"]):
-                return fourbit_logits(q, slabs["codes"], slabs["base"], slabs["step"], table, counts, heads)
-        return super().logits_at(q, slabs, table, counts, heads)
+    def mass_at(
+        self, q: Tensor, slabs: Sketch, table: Tensor, counts: Tensor, scale: float,
+        heads: slice = slice(None),
+    ) -> Tensor:  # fmt: skip
+        if (compiled := _compiled(q, slabs)) is None:
+            return super().mass_at(q, slabs, table, counts, scale, heads)
+        return compiled.fourbit_mass(  # type: ignore[no-any-return]
+            q.float() * scale, slabs["codes"], slabs["base"], slabs["step"], table, counts, heads
+        )
 
     def bytes_per_block(self, block_size: int, heads: int, head_dim: int) -> int:
         return heads * block_size * (head_dim // 2 + 4)
+
+
+def _compiled(q: Tensor, slabs: Sketch) -> Any:
+    """The module with the compiled version, where it can be used."""
+    if not numba_works():
+        return None
+    from nano_oasis.kernels import cpu_sketch
+
+    return cpu_sketch if cpu_sketch.supports(q, slabs["codes"]) else None
+
+
+def round_to_bytes(q: Tensor) -> Tensor:
+    """q [..., D] rounded to 255 even steps between minus and plus its largest magnitude."""
+    step = q.abs().amax(-1, keepdim=True).clamp(min=1e-30) / 127
+    return (q / step).round() * step
 
 
 def _nearest(x: Tensor, base: Tensor, step: Tensor, most: int) -> Tensor:

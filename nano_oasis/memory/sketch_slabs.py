@@ -37,4 +37,4 @@ class SketchSlabs:
         q [n, Hq, D]; table [n, M] int64 host blocks; sealed [n]: leading blocks that count, others get 0.
         """
         part = heads or slice(None)
-        return self.selector.score_at(q, self.slabs[layer], table, sealed, scale, part).mean(1)
+        return self.selector.mass_at(q, self.slabs[layer], table, sealed, scale, part)

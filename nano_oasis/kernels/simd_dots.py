@@ -1,0 +1,76 @@
+"""Dot products as tiles: several rows of weights times several rows of activations, kept in registers.
+
+Owns: the tile and the code it emits. Must not know: linear layers, threads. Imported only where numba is.
+
+A tile of 4 x n holds 4n running sums (n <= 6: 24 of the 32 registers of AVX-512, spills elsewhere). Each
+step loads four vectors of weights and multiplies them with n of activations, so that a weight is read from
+memory once and the units for products are what limits.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from llvmlite import ir
+from numba import types
+from numba.core import cgutils
+
+from nano_oasis.kernels.simd import _FUSE, _I32, _VEC, LANES, _four, intrinsic
+
+TILE_OUT = 4  # rows of weights
+MOST_ROWS = 6  # rows of activations
+AHEAD = 8  # rows of weights, counted from the first of the tile, that are fetched meanwhile
+_I8, _I64 = ir.IntType(8), ir.IntType(64)
+
+
+def make_tile(rows: int) -> Callable[..., Any]:
+    """tile(w, o, x, r, out): out[r + i, o + j] = x[r + i] . w[o + j] for i < rows, j < 4. None is checked.
+
+    w fp32 [O, K], x fp32 [R, K], out fp32 [R, O], all contiguous, K a multiple of 16. The rows of w that the
+    tile after the next needs are fetched ahead.
+    """
+
+    @intrinsic
+    def tile(_: Any, w: Any, o: Any, x: Any, r: Any, out: Any) -> Any:
+        def emit(context: Any, b: Any, signature: Any, args: Any) -> Any:
+            w, o, x, r, out = (
+                context.make_array(t)(context, b, a) if isinstance(t, types.Array) else a
+                for t, a in zip(signature.args, args, strict=True)
+            )
+            width = b.extract_value(w.shape, 1)
+            outs = b.extract_value(out.shape, 1)
+            weights = [b.gep(w.data, [b.mul(b.add(o, _I64(j)), width)]) for j in range(TILE_OUT)]
+            ahead = [b.gep(w.data, [b.mul(b.add(o, _I64(j + AHEAD)), width)]) for j in range(TILE_OUT)]
+            inputs = [b.gep(x.data, [b.mul(b.add(r, _I64(i)), width)]) for i in range(rows)]
+            sums = [[cgutils.alloca_once_value(b, ir.Constant(_VEC, None)) for _ in weights] for _ in inputs]
+            for row in sums:
+                for total in row:
+                    b.store(ir.Constant(_VEC, None), total)
+            fetch = cgutils.get_or_insert_function(
+                b.module,
+                ir.FunctionType(ir.VoidType(), [_I8.as_pointer(), _I32, _I32, _I32]),
+                "llvm.prefetch.p0i8",
+            )
+            with cgutils.for_range_slice(b, _I64(0), width, _I64(LANES)) as (k, _):
+                loaded = [_load(b, p, k) for p in weights]
+                for p in ahead:
+                    b.call(fetch, [b.bitcast(b.gep(p, [k]), _I8.as_pointer()), _I32(0), _I32(2), _I32(1)])
+                for p, row in zip(inputs, sums, strict=True):
+                    value = _load(b, p, k)
+                    for weight, total in zip(loaded, row, strict=True):
+                        product = b.fmul(weight, value, flags=_FUSE)
+                        b.store(b.fadd(product, b.load(total), flags=_FUSE), total)
+            for i, row in enumerate(sums):
+                four = _four(b, [b.load(total) for total in row], b.fadd)
+                at = b.gep(out.data, [b.add(b.mul(b.add(r, _I64(i)), outs), o)])
+                b.store(four, b.bitcast(at, four.type.as_pointer()), align=4)
+            return context.get_dummy_value()
+
+        return types.void(w, types.int64, x, types.int64, out), emit
+
+    return tile
+
+
+def _load(b: Any, start: ir.Value, k: ir.Value) -> ir.Value:
+    return b.load(b.bitcast(b.gep(start, [k]), _VEC.as_pointer()), align=4)
