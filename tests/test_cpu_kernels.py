@@ -173,7 +173,9 @@ def test_fourbit_logits_equal_the_gathered_ones(dim: int, size: int, group: int,
         want = Selector.logits_at(selector, q.double().float(), slabs, table, counts, part)
         got = selector.logits_at(q, slabs, table, counts, part)
         assert torch.equal(got == -torch.inf, want == -torch.inf)
-        floor = want.amax(-1, keepdim=True) - 80  # what receives less than e**-80 of the mass is not told apart
+        floor = (
+            want.amax(-1, keepdim=True) - 80
+        )  # what receives less than e**-80 of the mass is not told apart
         error = torch.maximum(got, floor) - torch.maximum(want, floor)
         assert (error.abs() <= 1e-5 * (1 + want.abs()))[want > -torch.inf].all()
         mass = selector.score_at(q, slabs, table, counts, 1.0, part)  # [R, H, M]

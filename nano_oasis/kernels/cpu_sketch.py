@@ -118,7 +118,9 @@ def _share(share, shares, q, factors, codes, base, step, table, counts, groups, 
                 n = min(MOST_HEADS, (h + 1) * group - g)
                 _logits(q[r], factors[r], g, n, codes, base, step, first + h, blocks, scratch[share])
                 for i in range(n):
-                    _soften(scratch[share, i], len(blocks), codes.shape[3], out[r, g + i], chunk, tops[r, g + i])
+                    _soften(
+                        scratch[share, i], len(blocks), codes.shape[3], out[r, g + i], chunk, tops[r, g + i]
+                    )
             unit += 1
         at += own
 

@@ -14,7 +14,7 @@ from functools import cache
 import torch
 from torch import Tensor
 
-from nano_oasis.kernels import reference
+from nano_oasis.kernels import reference, select
 from nano_oasis.kernels.batch import AttentionBatch
 
 log = logging.getLogger(__name__)
@@ -33,12 +33,14 @@ def numba_works() -> bool:
 
 @dataclass(frozen=True)
 class Kernels:
-    """One backend. The functions' contracts are those of their torch twins in reference.py."""
+    """One backend. The functions' contracts are those of their twins in reference.py and select.py."""
 
     name: str
     write_kv: Callable[..., None]
     paged_decode: Callable[..., Tensor]
     paged_prefill: Callable[..., Tensor]
+    choose_now: Callable[..., None] = select.choose_now
+    choose_read: Callable[..., None] = select.choose_read
 
     def attention(
         self,
@@ -77,9 +79,11 @@ def select_kernels(device: torch.device | str, dtype: torch.dtype = torch.float3
     kind = torch.device(device).type
     if kind == "cpu":
         if dtype == torch.float32 and numba_works():
-            from nano_oasis.kernels.cpu_decode import paged_decode as compiled_decode
+            from nano_oasis.kernels import cpu_decode, cpu_select
 
-            return Kernels("numba", reference.write_kv, compiled_decode, reference.paged_prefill)
+            attention = cpu_decode.paged_decode, reference.paged_prefill
+            choice = cpu_select.choose_now, cpu_select.choose_read
+            return Kernels("numba", reference.write_kv, *attention, *choice)
         return Kernels("torch", reference.write_kv, reference.paged_decode, reference.paged_prefill)
     if kind != "cuda":
         raise ValueError(f"no attention kernels for device {str(device)!r}; use 'cpu' or 'cuda'")

@@ -138,7 +138,8 @@ class OasisKV:
             if seat.sealed and row.start == seat.sealed * self.block_size and not seat.dense:
                 self._restore(seat)
             self._extend(seat, row)
-        return OasisView(self, rows)
+        self.view = OasisView(self, rows)
+        return self.view
 
     def _pace(self, rows: int) -> None:
         """Blocks a row may order per layer this step: as set, or what the link can bring in one step."""
@@ -165,10 +166,10 @@ class OasisKV:
                 continue
             at = (plane, seat.index, ticket.position)
             if ticket.completed:
-                self.residency.slot_of[at] = ticket.slot
-                self.residency.used_at[at] = self.step
+                self.residency.slots[at] = ticket.slot
+                self.residency.ages[at] = self.step
             else:
-                self.residency.slot_of[at] = EMPTY
+                self.residency.slots[at] = EMPTY
                 self.pool.give([ticket.slot])
 
     def _restore(self, seat: Seat) -> None:
@@ -237,6 +238,7 @@ class OasisKV:
 
     def end(self, rows: Sequence[ScheduledRow]) -> dict[int, str]:
         """Seal the blocks this step filled: host copy and sketch, all rows together, layer by layer."""
+        self.view.close()
         parts = []
         for row in rows:
             seat = self.seats[row.request.id]
@@ -324,23 +326,35 @@ class OasisKV:
         """Raise AssertionError unless every slot is in one place (design invariants 1 and 2)."""
         self.residency.check(len(self._flying))
 
-    def fly(self, tickets: list[Ticket]) -> None:
+    def fly(self, tickets: Sequence[Ticket]) -> None:
         """Submit tickets whose slots are claimed; those the coordinator refuses lose them."""
+        self._drop(self._submit(tickets))
+
+    def fetch_now(self, tickets: Sequence[Ticket], keys: Sequence[Key]) -> None:
+        """Submit these and wait for them and for `keys`, which may be on their way already."""
+        end = time.monotonic() + WAIT_S
+        while True:
+            tickets = self._submit(tickets)
+            # Refused ones want room in the coordinator's book: whatever ends makes some.
+            waited = (
+                self._flying.values() if tickets else [self._flying[k] for k in keys if k in self._flying]
+            )
+            self.coordinator.wait(list(waited), max(end - time.monotonic(), 0.0))
+            self.arrivals()
+            if not tickets or time.monotonic() > end:
+                return self._drop(tickets)
+
+    def _submit(self, tickets: Sequence[Ticket]) -> list[Ticket]:
         refused = self.coordinator.submit(tickets)
-        for t in refused:
-            at = (t.layer * self.groups + t.group, self.seats[t.request_id].index, t.position)
-            self.residency.slot_of[at] = EMPTY
-            self.pool.give([t.slot])
         gone = {t.slot for t in refused}
         self._flying |= {t.key: t for t in tickets if t.slot not in gone}
+        return refused
 
-    def wait(self, keys: Sequence[Key]) -> int:
-        """Wait for these blocks and publish them; returns how many were on their way."""
-        tickets = [self._flying[k] for k in keys if k in self._flying]
-        if tickets:
-            self.coordinator.wait(tickets, WAIT_S)
-            self.arrivals()
-        return len(tickets)
+    def _drop(self, tickets: Sequence[Ticket]) -> None:
+        for t in tickets:
+            at = (t.layer * self.groups + t.group, self.seats[t.request_id].index, t.position)
+            self.residency.slots[at] = EMPTY
+            self.pool.give([t.slot])
 
 
 from nano_oasis.memory.oasis_view import OasisView  # noqa: E402  (the view needs OasisKV's type)

@@ -14,13 +14,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+import numpy as np
 import torch
 from torch import Tensor
 
+from nano_oasis.kernels import select
 from nano_oasis.memory.audit import mass_recall
-from nano_oasis.memory.residency import EMPTY, FLYING
 from nano_oasis.memory.seat import Seat
-from nano_oasis.memory.sketch import top_blocks
 from nano_oasis.memory.stream import merge, piece_attention, stream_attention
 from nano_oasis.memory.tickets import NOW, Key, Ticket
 from nano_oasis.request import ScheduledRow
@@ -48,13 +48,18 @@ class _Rows:
 
 
 @dataclass
-class _Plan:
-    """n rows, M positions: which blocks a choice may and must contain."""
+class _Layout:
+    """What the choice of blocks has in common over the layers of one kind: n rows, M positions."""
 
-    blocks: Tensor  # [n] blocks of the context, the partial one included
-    valid: Tensor  # [n, M] bool
-    forced: Tensor  # [n, M] bool: read whatever their mass
-    within: Tensor  # [n, most blocks any row reads] bool: within the row's own budget
+    rows: np.ndarray  # int32 [n, 8], see select.py
+    wanted: np.ndarray  # bool [n, M]
+    read: np.ndarray  # bool [n, M]
+    asks: np.ndarray  # int32 [3, n * M]
+    no_mass: np.ndarray  # fp32 [n, M] of zeros, for sliding windows: what is visible is forced
+
+    @property
+    def budget(self) -> int:
+        return int(self.rows[:, select.BUDGET].max())
 
 
 class OasisView:
@@ -83,7 +88,12 @@ class OasisView:
         if self.dense is not None:
             width = -(-max(self.dense.contexts) // self.size)
             self.dense_table = kv.residency.slot_of[:, self.dense.index, :width]  # [planes, n, width]
-        self.plans: dict[tuple[int | None, bool], _Plan] = {}
+        self.layouts: dict[tuple[int | None, bool], _Layout] = {}
+        self.counts = np.zeros(4, np.int64)
+        if self.sparse is not None:
+            self.caps = np.stack([s.caps.numpy() for s in self.sparse.seats], 1).astype(
+                np.int32
+            )  # [planes, n]
 
     @staticmethod
     def _group(parts: list[tuple[Seat, int, int]]) -> _Rows | None:
@@ -173,80 +183,100 @@ class OasisView:
         kv, rows = self.kv, self.sparse
         assert rows is not None
         q = queries if len(rows.seats) == len(queries) else queries[rows.tokens]
-        p = self._plan(plane // kv.groups, window)
-        forced, valid, within, count = p.forced, p.valid, p.within, p.within.shape[1]
-        if window is None:
-            mass = self._mass(plane, q, scale, p.valid.shape[1])
-        else:
-            mass = torch.zeros(valid.shape)
-        want = self._top(mass, count, forced, valid, within)
-        table = kv.residency.slot_of[plane]
-        held = table[rows.index, : valid.shape[1]]  # [n, M]
-        missing = (want >= 0) & (held.gather(1, want.clamp(min=0)) < 0)
-        self._count(want, missing)
-        if missing.any():
-            self._fetch(plane, rows, want, missing, forced, held, mass, now=True)
-            held = table[rows.index, : valid.shape[1]]
-        here = held >= 0
-        chosen = self._top(mass, count, forced, valid & here, within)
-        out = self._decode(q, *self._slots(chosen, held, p.blocks, rows), None, scale, window)
-        if window is None and kv.options.audit_every and kv.step % kv.options.audit_every == 0:
-            self._audit(plane, q, chosen, held, scale)
-        # -1 falls on position 0: the sink, which is read anyway
-        kv.residency.used_at[plane][rows.index[:, None], chosen.clamp(min=0)] = kv.step
-        if window is None and kv.options.predictor != "current":
-            missing = (want >= 0) & (held.gather(1, want.clamp(min=0)) == EMPTY)
-            if missing.any():
-                self._fetch(plane, rows, want, missing, forced, held, mass, now=False)
+        x, counts = self._layout(plane // kv.groups, window), self.counts
+        mass = x.no_mass if window is not None else self._mass(plane, q, scale, x.no_mass.shape[1])
+        pool, options = kv.pool, kv.options
+        state = (
+            mass, x.rows, kv.residency.slots[plane], kv.residency.ages[plane], self.caps[plane],
+            pool.free, pool.count, kv.reserve,
+        )  # fmt: skip
+        kv.kernels.choose_now(*state, np.float32(options.repair_threshold), x.wanted, x.asks, counts)
+        if counts[select.ASKS]:
+            self._fetch_now(plane, rows, x, mass)
+        most = 0 if window is not None or options.predictor == "current" else kv.cap
+        table = np.empty((len(x.rows), x.budget), np.int32)
+        tokens = np.empty(len(x.rows), np.int32)
+        kv.kernels.choose_read(
+            *state, kv.step, most, self.size, x.wanted, x.read, table, tokens, x.asks, counts
+        )
+        if counts[select.ASKS]:
+            kv.fly(self._tickets(plane, rows, x.asks[:, : counts[select.ASKS]], mass, kv.step + 1))
+        out = self._decode(q, torch.from_numpy(table), torch.from_numpy(tokens), None, scale)
+        if window is None and options.audit_every and kv.step % options.audit_every == 0:
+            self._audit(plane, q, x.read, scale)
         return out
 
-    def _plan(self, layer: int, window: int | None) -> _Plan:
-        """What the choice of blocks has in common over the layers of one kind; made once per step."""
+    def _layout(self, layer: int, window: int | None) -> _Layout:
         rows, o = self.sparse, self.kv.options
         assert rows is not None
         key = (window, layer < o.dense_layers)
-        if key not in self.plans:
-            blocks = (rows.lens.long() + self.size - 1) // self.size
-            at = torch.arange(int(blocks.max()))
-            valid = at < blocks[:, None]
-            if window is not None:
-                valid = forced = valid & (at * self.size + self.size > rows.lens[:, None] - window)
-                budget = forced.sum(1)
-            else:
-                forced = valid & ((at < o.sink_blocks) | (at >= blocks[:, None] - o.recent_blocks))
-                budget = torch.minimum(torch.tensor([s.budget for s in rows.seats]), blocks)
-                budget = blocks if layer < o.dense_layers else budget
-            within = torch.arange(int(budget.max())) < budget[:, None]
-            self.plans[key] = _Plan(blocks, valid, forced, within)
-        return self.plans[key]
+        if key not in self.layouts:
+            blocks = [-(-n // self.size) for n in rows.contexts]
+            table = np.zeros((len(blocks), 8), np.int32)
+            for i, (seat, context, count) in enumerate(zip(rows.seats, rows.contexts, blocks, strict=True)):
+                first = 0 if window is None else max(context - window, 0) // self.size
+                sink, recent = min(o.sink_blocks, count), max(count - o.recent_blocks, 0)
+                budget = min(seat.budget, count)
+                if window is not None:
+                    sink, recent, budget = 0, first, count - first
+                elif layer < o.dense_layers:
+                    budget = count
+                tail = context - (count - 1) * self.size
+                table[i] = seat.index, first, count, sink, recent, budget, tail, self._policy(seat)
+            shape = len(blocks), max(blocks)
+            wanted, read = np.zeros((2, *shape), bool)
+            asks = np.empty((3, shape[0] * shape[1]), np.int32)
+            self.layouts[key] = _Layout(table, wanted, read, asks, np.zeros(shape, np.float32))
+        return self.layouts[key]
 
-    def _mass(self, plane: int, q: Tensor, scale: float, width: int) -> Tensor:
-        """Estimated attention mass of every sealed block, [n, M] fp32; 0 for the others."""
+    def _policy(self, seat: Seat) -> int:
+        if seat.cold or self.kv.options.predictor == "current":
+            return select.WAIT
+        return _POLICIES[seat.request.params.miss_policy or self.kv.options.miss_policy]
+
+    def _mass(self, plane: int, q: Tensor, scale: float, width: int) -> np.ndarray:
+        """Estimated attention mass of every sealed block, fp32 [n, M]; 0 for the others."""
         kv, rows, (layer, group) = self.kv, self.sparse, divmod(plane, self.kv.groups)
         assert rows is not None
-        return kv.sketches.mass(layer, q, rows.host_blocks[:, :width], rows.sealed, kv.heads(group), scale)
+        table = rows.host_blocks[:, :width]
+        mass = kv.sketches.mass(layer, q, table, rows.sealed, kv.heads(group), scale)
+        return np.ascontiguousarray(mass.numpy())
 
-    @staticmethod
-    def _top(mass: Tensor, count: int, forced: Tensor, valid: Tensor, within: Tensor) -> Tensor:
-        """[n, count] block positions, best first; -1 beyond a row's own budget or where there is none."""
-        best = top_blocks(mass[:, None], count, forced & valid, valid)[:, 0]
-        return best.masked_fill(~within[:, : best.shape[1]], -1)
+    def _fetch_now(self, plane: int, rows: _Rows, x: _Layout, mass: np.ndarray) -> None:
+        """Wait until the asked blocks are here. One that cannot be had ends a request that insists on it."""
+        kv, asks = self.kv, x.asks[:, : self.counts[select.ASKS]]
+        where = asks[: select.SLOT].T.tolist()
+        claimed = asks[:, asks[select.SLOT] != select.NO_SLOT]
+        keys = [self._key(plane, rows.seats[i], m) for i, m in where]
+        kv.fetch_now(self._tickets(plane, rows, claimed, mass, NOW), keys)
+        for i, m in where:
+            seat = rows.seats[i]
+            if kv.residency.slots[plane, seat.index, m] >= 0:
+                kv.stats.fetched_now += 1
+                continue
+            self.counts[select.SKIPPED] += 1
+            if x.rows[i, select.POLICY] == select.WAIT:
+                kv.failures[seat.request.id] = (
+                    "a KV block could not be fetched, and the miss policy is to wait"
+                )
 
-    def _slots(self, chosen: Tensor, held: Tensor, blocks: Tensor, rows: _Rows) -> tuple[Tensor, Tensor]:
-        """Chosen positions -> (slot table [n, count] int32, tokens [n] int32), the partial block last."""
-        order = chosen.masked_fill(chosen < 0, 2**31 - 1).sort(1).values
-        count = (chosen >= 0).sum(1)  # [n]
-        table = held.gather(1, order.clamp(max=held.shape[1] - 1))
-        tail = rows.lens.long() - (blocks - 1) * self.size  # tokens in the newest block, always chosen
-        return table, ((count - 1) * self.size + tail).int()
+    def _tickets(
+        self, plane: int, rows: _Rows, asks: np.ndarray, mass: np.ndarray, step: int
+    ) -> list[Ticket]:
+        """asks int32 [3, k] with slots claimed (see select.py) -> their tickets."""
+        (layer, group), size = divmod(plane, self.kv.groups), self.kv.slot_bytes
+        masses = mass[asks[select.ROW], asks[select.POSITION]].tolist()
+        tickets = []
+        for i, m, slot, heavy in zip(*asks.tolist(), masses, strict=True):
+            request, generation = rows.seats[i].request, rows.seats[i].generation
+            host = request.block_table[m]
+            tickets.append(Ticket(request.id, generation, layer, group, m, host, slot, size, step, heavy))
+        return tickets
 
-    def _count(self, want: Tensor, missing: Tensor) -> None:
-        stats = self.kv.stats
-        misses = int(missing.sum())
-        stats.hits += int((want >= 0).sum()) - misses
-        stats.misses += misses
+    def _key(self, plane: int, seat: Seat, position: int) -> Key:
+        return (seat.request.id, seat.generation, *divmod(plane, self.kv.groups), position)
 
-    def _audit(self, plane: int, q: Tensor, chosen: Tensor, held: Tensor, scale: float) -> None:
+    def _audit(self, plane: int, q: Tensor, read: np.ndarray, scale: float) -> None:
         """True mass recall of a quarter of the layers, in turn; a request below --audit-recall gets more."""
         kv, rows, (layer, group) = self.kv, self.sparse, divmod(plane, self.kv.groups)
         if rows is None or (kv.step // kv.options.audit_every + layer) % 4:
@@ -255,96 +285,21 @@ class OasisView:
             blocks = torch.tensor(seat.request.block_table[: seat.sealed])
             keys = torch.empty((len(blocks), *kv.slot_keys.shape[1:]), dtype=kv.slot_keys.dtype)
             kv.host.load(layer, blocks, keys, torch.empty_like(keys), kv.heads(group))
-            tail = kv.slot_keys[held[i, seat.sealed : -(-rows.contexts[i] // self.size)].long()]
-            seen = torch.cat((keys, tail)).flatten(0, 1)[: rows.contexts[i]]
-            recall = mass_recall(q[i], seen, self.size, chosen[i][chosen[i] >= 0], scale)
+            newest = kv.residency.slot_of[plane, seat.index, seat.sealed : -(-rows.contexts[i] // self.size)]
+            seen = torch.cat((keys, kv.slot_keys[newest.long()])).flatten(0, 1)[: rows.contexts[i]]
+            chosen = torch.from_numpy(np.flatnonzero(read[i]))
+            recall = mass_recall(q[i], seen, self.size, chosen, scale)
             kv.stats.recall_sum += recall
             kv.stats.recall_count += 1
             if recall < kv.options.audit_recall:
                 kv.raise_budget(seat)
 
-    # --- fetching ----------------------------------------------------------------------------------
-    def _fetch(
-        self, plane: int, rows: _Rows, want: Tensor, missing: Tensor, forced: Tensor, held: Tensor,
-        mass: Tensor, now: bool,
-    ) -> None:  # fmt: skip
-        """Order missing blocks: those waited for (`now`), or for the next step, within the admission cap."""
-        kv = self.kv
-        flying = held.gather(1, want.clamp(min=0)) == FLYING
-        if now:
-            heavy = mass.gather(1, want.clamp(min=0)) > kv.options.repair_threshold
-            policy = [self._policy(s) for s in rows.seats]
-            ask = missing & torch.tensor([p != "skip" for p in policy])[:, None]
-            ask &= heavy | torch.tensor([p == "wait" for p in policy])[:, None]
-        else:
-            ask = missing & ~flying
-            ask &= ask.cumsum(1) <= kv.cap
-        fresh = ask & ~flying
-        if fresh.any():
-            kv.fly(self._claim(plane, rows, want, fresh, forced, held, mass, now))
-        if now and ask.any():
-            self._await(plane, rows, want, ask)
-        if now:
-            kv.stats.skipped += int((missing & ~ask).sum())
+    def close(self) -> None:
+        """The step is over: add up what it met."""
+        stats, counts = self.kv.stats, self.counts
+        stats.hits += int(counts[select.HITS])
+        stats.misses += int(counts[select.MISSES])
+        stats.skipped += int(counts[select.SKIPPED])
 
-    def _await(self, plane: int, rows: _Rows, want: Tensor, ask: Tensor) -> None:
-        """Wait until the asked blocks are here. One that cannot be had ends a request that insists on it."""
-        kv = self.kv
-        asked = [(rows.seats[i], int(want[i, j])) for i, j in ask.nonzero().tolist()]
-        kv.wait([self._key(plane, seat, position) for seat, position in asked])
-        for seat, position in asked:
-            if int(kv.residency.slot_of[plane, seat.index, position]) >= 0:
-                kv.stats.fetched_now += 1
-                continue
-            kv.stats.skipped += 1
-            if (seat.request.params.miss_policy or kv.options.miss_policy) == "wait":
-                kv.failures[seat.request.id] = (
-                    "a KV block could not be fetched, and the miss policy is to wait"
-                )
 
-    def _key(self, plane: int, seat: Seat, position: int) -> Key:
-        return (seat.request.id, seat.generation, *divmod(plane, self.kv.groups), position)
-
-    def _policy(self, seat: Seat) -> str:
-        if seat.cold or self.kv.options.predictor == "current":
-            return "wait"
-        return seat.request.params.miss_policy or self.kv.options.miss_policy
-
-    def _claim(
-        self, plane: int, rows: _Rows, want: Tensor, ask: Tensor, forced: Tensor, held: Tensor, mass: Tensor,
-        now: bool,
-    ) -> list[Ticket]:  # fmt: skip
-        """A slot for each asked block: a free one under the row's cap, else that of its oldest unwanted."""
-        kv, (layer, group) = self.kv, divmod(plane, self.kv.groups)
-        table = kv.residency.slot_of[plane]
-        wanted = torch.zeros(held.shape, dtype=torch.bool)
-        wanted.scatter_(1, want.clamp(min=0), True)  # position 0 is the sink: forced anyway
-        evictable = (held >= 0) & ~forced & ~wanted
-        age = kv.residency.used_at[plane][rows.index, : held.shape[1]].masked_fill(~evictable, 2**31 - 1)
-        most = min(int(ask.sum(1).max()), held.shape[1])
-        victims = age.topk(most, dim=1, largest=False)
-        choices = victims.indices.masked_fill(victims.values == 2**31 - 1, -1).tolist()
-        resident = ((held >= 0) | (held == FLYING)).sum(1).tolist()
-        caps = [int(s.caps[plane]) for s in rows.seats]
-        tickets = []
-        wants, masses = want.tolist(), mass.gather(1, want.clamp(min=0)).tolist()
-        for i, j in ask.nonzero().tolist():
-            seat, position = rows.seats[i], wants[i][j]
-            if kv.spare > 0 or (resident[i] < caps[i] and kv.pool.num_free > 0):
-                slot = kv.pool.take(1)[0]
-                resident[i] += 1
-            elif choices[i] and choices[i][0] >= 0:
-                victim = choices[i].pop(0)
-                slot = int(table[seat.index, victim])
-                table[seat.index, victim] = EMPTY
-            else:
-                continue
-            table[seat.index, position] = FLYING
-            tickets.append(
-                Ticket(
-                    seat.request.id, seat.generation, layer, group, position,
-                    seat.request.block_table[position], slot, kv.slot_bytes,
-                    NOW if now else kv.step + 1, masses[i][j],
-                )
-            )  # fmt: skip
-        return tickets
+_POLICIES = {"skip": select.SKIP, "repair": select.REPAIR, "wait": select.WAIT}

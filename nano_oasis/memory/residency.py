@@ -14,37 +14,41 @@ layer a plane is a layer). All planes and requests draw from one pool. A slot is
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
-EMPTY = -1  # not on the device
-FLYING = -2  # on its way: a ticket owns the slot
+from nano_oasis.kernels.select import EMPTY, FLYING, Pool
 
 
 class OutOfSlots(RuntimeError):
     """More slots were asked for than are free. Nothing was changed."""
 
 
-class SlotPool:
-    """The free slots. Low ids first, so that a lightly used pool stays compact."""
+class SlotPool(Pool):
+    """The free slots."""
 
     def __init__(self, num_slots: int) -> None:
+        super().__init__(num_slots)
         self.num_slots = num_slots
-        self._free = list(range(num_slots - 1, -1, -1))
 
     @property
     def num_free(self) -> int:
-        return len(self._free)
+        return int(self.count[0])
 
     def take(self, count: int) -> list[int]:
-        if count > len(self._free):
-            raise OutOfSlots(f"{count} slots wanted, {len(self._free)} free of {self.num_slots}")
-        cut = len(self._free) - count
-        taken, self._free = self._free[cut:][::-1], self._free[:cut]
+        if count > self.num_free:
+            raise OutOfSlots(f"{count} slots wanted, {self.num_free} free of {self.num_slots}")
+        end = self.num_free
+        self.count[0] -= count
+        taken: list[int] = self.free[end - count : end][::-1].tolist()
         return taken
 
-    def give(self, slots: list[int]) -> None:
-        self._free += reversed(slots)
+    def give(self, slots: Sequence[int]) -> None:
+        end = self.num_free
+        self.free[end : end + len(slots)] = slots[::-1]
+        self.count[0] += len(slots)
 
 
 class Residency:
@@ -58,6 +62,7 @@ class Residency:
         self.planes = planes
         self.slot_of = torch.full((planes, seats, max_blocks), EMPTY, dtype=torch.int32)
         self.used_at = torch.zeros((planes, seats, max_blocks), dtype=torch.int32)
+        self.slots, self.ages = self.slot_of.numpy(), self.used_at.numpy()  # the same memory
         self._seats = list(range(seats - 1, -1, -1))
 
     def sit(self) -> int:
@@ -110,5 +115,5 @@ class Residency:
         """Raise AssertionError unless free + resident + in flight = all, and no slot is used twice."""
         used = self.slot_of[self.slot_of >= 0].tolist()
         assert len(set(used)) == len(used), "a slot holds two blocks"
-        assert not set(used) & set(self.pool._free), "a slot is free and in use"
+        assert not set(used) & set(self.pool.free[: self.pool.num_free].tolist()), "a slot is free and in use"
         assert len(used) + self.pool.num_free + in_flight == self.pool.num_slots, "slots do not add up"
