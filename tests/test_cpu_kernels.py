@@ -216,16 +216,17 @@ def test_every_way_of_multiplying_codes_gives_the_same(features: set[str]) -> No
     @simd.jit
     def logits(codes, base, step, query, factors, out):
         for t in range(0, 32, 16):
-            tile(codes, base, step, t, query, factors, 1, out, t)
+            tile(codes, base, step, 1, 0, 1, t, query, factors, 1, out, t)
 
     draw = np.random.default_rng(0)
-    codes = draw.integers(256, size=(12, 32), dtype=np.uint8)
-    base, step = draw.normal(size=(2, 32)).astype(np.float16)
+    codes = draw.integers(256, size=(2, 3, 12, 32), dtype=np.uint8)
+    base, step = draw.normal(size=(2, 2, 3, 32)).astype(np.float16)
     query = draw.integers(-127, 128, size=(3, 24), dtype=np.int8)
     factors = draw.normal(size=(2, 3)).astype(np.float32)
     out = np.zeros((2, 32), np.float32)
     bits = base.view(np.uint16), step.view(np.uint16)
     logits(codes, *bits, query.view(np.int32), factors, out)
+    codes, base, step = codes[1, 1], base[1, 1], step[1, 1]
     dots = query[1:].astype(np.int32) @ np.concatenate((codes & 15, codes >> 4)).astype(np.int32)
     want = base * factors[0, 1:, None] + step * factors[1, 1:, None].astype(np.float64) * dots
     np.testing.assert_allclose(out, want, rtol=1e-5, atol=1e-3)

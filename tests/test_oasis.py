@@ -205,8 +205,7 @@ def test_random_schedules_keep_the_invariants_and_equal_dense(folders, seed, fau
     for _ in range(50):  # choices of a failed request may still run
         turn(engine)
     assert not kv.seats and engine.scheduler.blocks.num_free == engine.scheduler.blocks.num_blocks
-    kv.coordinator.wait(list(kv._flying.values()), 5)
-    kv.arrivals()
+    kv.flights.wait_for_all()
     assert kv.pool.num_free == kv.pool.num_slots
     errors = [c.error for _, _, c in jobs if c.error]
     assert all("could not be fetched" in e for e in errors) and (not errors or faults == "failing")
@@ -300,7 +299,7 @@ def test_device_bytes_add_up(folders):
     kv = engine.runner.kv
     for _ in range(12):
         turn(engine)
-        resident = int((kv.residency.slot_of >= 0).sum()) + len(kv._flying)
+        resident = int((kv.residency.slot_of >= 0).sum()) + len(kv.flights)
         sketch = kv.sketches.selector.bytes_per_block(B, model.config.num_kv_heads, model.config.head_dim)
         sealed = sum(s.sealed for s in kv.seats.values())
         expected = resident * kv.slot_bytes + model.config.num_layers * sealed * sketch

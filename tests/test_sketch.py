@@ -50,7 +50,14 @@ def expected_logit(name: str, q: torch.Tensor, block: torch.Tensor) -> float:
     if name == "minmax":
         low, high = block.amin(0).half().float(), block.amax(0).half().float()
         return sum(max((q[c] * low[c]).item(), (q[c] * high[c]).item()) for c in range(len(q)))
-    dots = [float(q @ k) for k in estimated_keys(name, block)]
+    if name == "fourbit":  # base times the query's sum is exact, the codes meet the query in 8 bits
+        step = float(q.abs().max()) / 127
+        rounded = torch.tensor([round(float(x) / step) * step for x in q])
+        base = block.amin(1, keepdim=True).half().float()
+        keys = torch.stack(list(estimated_keys(name, block)))
+        dots = [float(base[t] * q.sum() + rounded @ (keys[t] - base[t])) for t in range(len(keys))]
+    else:
+        dots = [float(q @ k) for k in estimated_keys(name, block)]
     return math.log(sum(math.exp(d) for d in dots))
 
 

@@ -4,10 +4,9 @@ Owns: the compiled version of reference.paged_decode. Must not know: requests, t
 Letters in shapes as in reference.py.
 
 The visible blocks of all rows are laid end to end and cut into equal shares, one for each thread, so rows
-of any lengths keep all threads busy. A share visits its blocks one by one and keeps, per head, the running
+of any lengths keep all threads busy. A share keeps, per head, the running
 maximum, sum and weighted values (online softmax); a row cut by a share's edge is merged by log-sum-exp.
-Inside a block four tokens at a time go through all KV heads: memory is read in order, and the query heads
-of a KV head take K and V from the first-level cache.
+The blocks of a share are taken eight at a time: scores, exp, values, each alone keeping the CPU's units busy.
 """
 
 from __future__ import annotations
@@ -24,22 +23,23 @@ from nano_oasis.kernels.simd import (
     LANES,
     add,
     exp,
-    fma,
     jit,
     larger,
     largest_lane,
     load,
     mul,
-    prefetch,
     splat,
     store,
-    store_sums,
     sum_lanes,
 )
+from nano_oasis.kernels.simd_attend import MOST_HEADS, TOKENS, make_score_tile, make_value_tile
 from nano_oasis.kernels.simd_share import begin, entry, finish, place
 from nano_oasis.kernels.workers import run_shares
 
 SHARE_TOKENS = 256  # of which a share has no less
+CHUNK = 8  # blocks whose scores are kept
+_score1, _score2, _score3, _score4 = (make_score_tile(n) for n in range(1, MOST_HEADS + 1))
+_value1, _value2, _value3, _value4 = (make_value_tile(n) for n in range(1, MOST_HEADS + 1))
 _ZERO, _ONE, _SIXTEENTH, _NEG_INF = (np.float32(x) for x in (0, 1, 1 / 16, -np.inf))
 
 
@@ -71,14 +71,17 @@ def paged_decode(
         )  # fmt: skip
     rows, heads, dim = q.shape
     k, v = k_cache.detach().numpy(), v_cache.detach().numpy()
-    query = (q.detach() * scale).contiguous().numpy()
+    query = q.detach().contiguous().numpy()
     table, lens = (x.int().contiguous().numpy() for x in (block_table, context_lens))
     tokens = sum(context_list) if context_list is not None else int(lens.sum())
     shares = max(1, min(2 * torch.get_num_threads(), tokens // SHARE_TOKENS))
-    out = np.zeros((shares, rows, heads, dim), np.float32)
-    lse = np.full((shares, rows, heads), -np.inf, np.float32)
-    scratch = np.empty((shares, heads, -(-k.shape[1] // LANES) * LANES + 1), np.float32)
-    run_shares(_decode, shares, query, k, v, table, lens, window or 0, scratch, out, lse)
+    out = np.empty((shares, rows, heads, dim), np.float32)
+    lse = np.empty((shares, rows, heads), np.float32)
+    scratch = np.empty((shares, heads, -(-CHUNK * k.shape[1] // LANES) * LANES + LANES), np.float32)
+    sums = np.empty((shares, heads), np.float32)
+    run_shares(
+        _decode, shares, query, k, v, table, lens, window or 0, np.float32(scale), scratch, sums, out, lse
+    )
     result = torch.from_numpy(out[0])
     return (result, torch.from_numpy(lse[0])) if return_lse else result
 
@@ -88,13 +91,15 @@ def _decode(box, shares, args):  # type: ignore[no-untyped-def]
     begin(box, entry(_decode_share, args), place(args), shares)
     finish(box)
     if shares > 1:
-        _merge(args[7], args[8])
+        _merge(args[9], args[10])
 
 
 @jit
-def _decode_share(share, shares, q, k, v, table, lens, window, scratch, outs, lses):  # type: ignore[no-untyped-def]
-    """A share's part of every row it touches -> outs[share] and lses[share], zeros and -inf before."""
-    out, lse, weights, sums = outs[share], lses[share], scratch[share, :, :-1], scratch[share, :, -1]
+def _decode_share(share, shares, q, k, v, table, lens, window, scale, scratch, sums_of, outs, lses):  # type: ignore[no-untyped-def]
+    """A share's part of every row -> outs[share] and lses[share], zeros and -inf where it has none."""
+    outs[share] = _ZERO
+    lses[share] = _NEG_INF
+    out, lse, weights, sums = outs[share], lses[share], scratch[share], sums_of[share]
     size = k.shape[1]
     total = 0
     for r in range(len(lens)):
@@ -110,22 +115,29 @@ def _decode_share(share, shares, q, k, v, table, lens, window, scratch, outs, ls
         at += count
         if low < high:
             low, high = first + low, first + high
-            _row(q[r], k, v, table[r], seen_from, lens[r], low, high, weights, sums, out[r], lse[r])
+            _row(q[r], k, v, table[r], seen_from, lens[r], scale, low, high, weights, sums, out[r], lse[r])
 
 
 @jit
-def _row(q, k, v, table, seen_from, seen_to, first, last, weights, sums, acc, most):  # type: ignore[no-untyped-def]
+def _row(q, k, v, table, seen_from, seen_to, scale, first, last, weights, sums, acc, most):  # type: ignore[no-untyped-def]
     """One row's blocks [first, last) of positions [seen_from, seen_to) -> acc [H, D], most [H]."""
     heads, dim = q.shape
     size = k.shape[1]
     sums[:] = _ZERO
-    for b in range(first, last):
-        begin, end = max(seen_from - b * size, 0), min(seen_to - b * size, size)  # tokens of this block
-        ahead = table[min(b + 1, last - 1)]
-        _score(q, k[table[b]], k[ahead], begin, end, weights)
+    for low in range(first, last, CHUNK):
+        high = min(low + CHUNK, last)
+        count = 0
+        for b in range(low, high):
+            begin, end = max(seen_from - b * size, 0), min(seen_to - b * size, size)  # tokens of this block
+            _score(q, k, table[b], table[min(b + 1, last - 1)], begin, end, weights, count)
+            count += end - begin
         for h in range(heads):
-            _soften(weights[h], end - begin, h, most, sums, acc[h])
-        _add_values(weights, v[table[b]], v[ahead], begin, end, acc)
+            _soften(weights[h], count, scale, h, most, sums, acc[h])
+        count = 0
+        for b in range(low, high):
+            begin, end = max(seen_from - b * size, 0), min(seen_to - b * size, size)
+            _add_values(weights, count, v, table[b], table[min(b + 1, last - 1)], begin, end, acc)
+            count += end - begin
     for h in range(heads):
         share = splat(_ONE / sums[h])
         for d in range(0, dim, LANES):
@@ -134,34 +146,36 @@ def _row(q, k, v, table, seen_from, seen_to, first, last, weights, sums, acc, mo
 
 
 @jit
-def _score(query, keys, ahead, begin, end, scores):  # type: ignore[no-untyped-def]
-    """scores[h, t - begin] = query[h] . keys[t, h's KV head], keys [B, Hkv, D], tokens [begin, end)."""
-    kv_heads, dim = keys.shape[1:]
-    group = len(scores) // kv_heads
-    for t in range(begin, end, 4):
-        t1, t2, t3 = min(t + 1, end - 1), min(t + 2, end - 1), min(t + 3, end - 1)  # or the last one again
-        for h in range(kv_heads):
-            _fetch(ahead, t, h)
-            k0, k1, k2, k3 = keys[t, h], keys[t1, h], keys[t2, h], keys[t3, h]
-            for g in range(h * group, h * group + group):
-                s0 = s1 = s2 = s3 = splat(_ZERO)
-                for d in range(0, dim, LANES):
-                    x = load(query[g], d)
-                    s0 = fma(x, load(k0, d), s0)
-                    s1 = fma(x, load(k1, d), s1)
-                    s2 = fma(x, load(k2, d), s2)
-                    s3 = fma(x, load(k3, d), s3)
-                store_sums(scores[g], t - begin, s0, s1, s2, s3)
+def _score(q, k, block, ahead, begin, end, scores, at):  # type: ignore[no-untyped-def]
+    """scores[h, at + t - begin] = q[h] . k[block, t, h's KV head] for tokens [begin, end)."""
+    kv_heads = k.shape[2]
+    group = len(q) // kv_heads
+    for h in range(kv_heads):
+        for g in range(h * group, (h + 1) * group, MOST_HEADS):
+            n = (h + 1) * group - g
+            for t in range(begin, end, TOKENS):
+                to = at + t - begin
+                if n == 1:
+                    _score1(q, g, k, block, ahead, t, end - 1, h, scores, to)
+                elif n == 2:
+                    _score2(q, g, k, block, ahead, t, end - 1, h, scores, to)
+                elif n == 3:
+                    _score3(q, g, k, block, ahead, t, end - 1, h, scores, to)
+                else:
+                    _score4(q, g, k, block, ahead, t, end - 1, h, scores, to)
 
 
 @jit
-def _soften(w, count, h, most, sums, acc):  # type: ignore[no-untyped-def]
-    """Scores w[:count] -> weights exp(w - maximum); the maximum, sum and values so far follow it."""
-    for t in range(count, len(w)):
+def _soften(w, count, scale, h, most, sums, acc):  # type: ignore[no-untyped-def]
+    """Scores w[:count] -> weights exp(scale * w - maximum); the maximum, sum and values so far follow it."""
+    end = (count + LANES - 1) // LANES * LANES
+    for t in range(count, end):
         w[t] = _NEG_INF
-    top = load(w, 0)
-    for t in range(LANES, len(w), LANES):
-        top = larger(load(w, t), top)
+    factor, top = splat(scale), splat(_NEG_INF)
+    for t in range(0, end, LANES):
+        scaled = mul(factor, load(w, t))
+        store(w, t, scaled)
+        top = larger(scaled, top)
     new = largest_lane(top)
     if not new <= most[h]:  # also when it is NaN
         shrink = exp(splat(most[h] - new))
@@ -170,7 +184,7 @@ def _soften(w, count, h, most, sums, acc):  # type: ignore[no-untyped-def]
         sums[h] = sums[h] * sum_lanes(shrink) * _SIXTEENTH
         most[h] = new
     minus, total = splat(-most[h]), splat(_ZERO)
-    for t in range(0, len(w), LANES):
+    for t in range(0, end, LANES):
         p = exp(add(load(w, t), minus))
         store(w, t, p)
         total = add(total, p)
@@ -178,37 +192,21 @@ def _soften(w, count, h, most, sums, acc):  # type: ignore[no-untyped-def]
 
 
 @jit
-def _add_values(weights, values, ahead, begin, end, acc):  # type: ignore[no-untyped-def]
-    """acc[h] += weights[h, t - begin] * values[t, h's KV head], values [B, Hkv, D], tokens [begin, end)."""
-    kv_heads, dim = values.shape[1:]
-    group = len(weights) // kv_heads
-    whole = begin + (end - begin) // 4 * 4
-    for t in range(begin, whole, 4):
-        for h in range(kv_heads):
-            _fetch(ahead, t, h)
-            v0, v1, v2, v3 = values[t, h], values[t + 1, h], values[t + 2, h], values[t + 3, h]
-            for g in range(h * group, h * group + group):
-                w, a = weights[g], acc[g]
-                i = t - begin
-                w0, w1, w2, w3 = splat(w[i]), splat(w[i + 1]), splat(w[i + 2]), splat(w[i + 3])
-                for d in range(0, dim, LANES):
-                    x = fma(w1, load(v1, d), fma(w0, load(v0, d), load(a, d)))
-                    store(a, d, fma(w3, load(v3, d), fma(w2, load(v2, d), x)))
-    for t in range(whole, end):
-        for h in range(kv_heads):
-            for g in range(h * group, h * group + group):
-                w0 = splat(weights[g, t - begin])
-                for d in range(0, dim, LANES):
-                    store(acc[g], d, fma(w0, load(values[t, h], d), load(acc[g], d)))
-
-
-@jit
-def _fetch(block, t, h):  # type: ignore[no-untyped-def]
-    """Start reading one head of four tokens of the next block: the hardware cannot know where it is."""
-    for i in range(t, min(t + 4, len(block))):
-        row = block[i, h]
-        for d in range(0, len(row), LANES):
-            prefetch(row, d)
+def _add_values(weights, at, v, block, ahead, begin, end, acc):  # type: ignore[no-untyped-def]
+    """acc[h] += weights[h, at + t - begin] * v[block, t, h's KV head] for tokens [begin, end)."""
+    kv_heads = v.shape[2]
+    group = len(acc) // kv_heads
+    for h in range(kv_heads):
+        for g in range(h * group, (h + 1) * group, MOST_HEADS):
+            n = (h + 1) * group - g
+            if n == 1:
+                _value1(weights, g, at, v, block, ahead, begin, end, h, acc)
+            elif n == 2:
+                _value2(weights, g, at, v, block, ahead, begin, end, h, acc)
+            elif n == 3:
+                _value3(weights, g, at, v, block, ahead, begin, end, h, acc)
+            else:
+                _value4(weights, g, at, v, block, ahead, begin, end, h, acc)
 
 
 @jit

@@ -23,7 +23,6 @@ from nano_oasis.kernels.simd import (
     larger,
     largest_lane,
     load,
-    prefetch,
     splat,
     store_sums,
 )
@@ -32,7 +31,9 @@ from nano_oasis.kernels.simd_share import begin, entry, finish, place
 from nano_oasis.kernels.workers import run_shares
 
 CHUNK = 64  # blocks of a unit: their logits fit the second-level cache
-_ZERO, _ONE, _NEG_INF = np.float32(0), np.float32(1), np.float32(-np.inf)
+AHEAD = 6  # blocks: how far ahead codes are fetched
+_ZERO, _NEG_INF = np.float32(0), np.float32(-np.inf)
+_TINY, _LARGEST = np.float32(1e-30), np.float32(127)
 _tile1, _tile2, _tile3, _tile4 = (make_code_tile(n) for n in range(1, MOST_HEADS + 1))
 
 
@@ -48,60 +49,83 @@ def fourbit_logits(
 ) -> Tensor:  # fmt: skip
     """Log of each block's sum of exp(q.k), fp32 [R, Hq, M]; -inf from counts[r] on.
 
-    Blocks more than 80 below the largest of their 64 neighbours are not told apart. q fp32 [R, Hq, D], already scaled, the query heads of the KV heads `heads`, of which each is rounded to 8
-    bits; codes uint8 [N, H, D / 2, B] (channel c in the low bits of byte c, c + D / 2 in the high bits), base
-    and step fp16 [N, H, B]; table [R, M] int64, of which row r reads the first counts[r] (int64) entries.
+    q fp32 [R, Hq, D], already scaled, the query heads of the KV heads `heads`, each rounded to 8 bits; codes
+    uint8 [N, H, D / 2, B] (channel c in the low bits of byte c, c + D / 2 in the high bits), base and step
+    fp16 [N, H, B]; table [R, M] int64, of which row r reads the first counts[r] (int64) entries. Blocks more
+    than 80 below the largest of their 64 neighbours are not told apart.
     """
-    sums, tops = _sums(q, codes, base, step, table, counts, heads)
+    sums, tops, _ = _sums(q, codes, base, step, table, counts, heads, 1.0)
     with np.errstate(divide="ignore"):  # log 0: blocks that are none
         logits = np.log(sums)
-    logits += np.repeat(tops, CHUNK, 2)[:, :, : table.shape[1]]
+    logits += np.repeat(tops[..., 0], CHUNK, 2)[:, :, : table.shape[1]]
     return torch.from_numpy(logits)
 
 
 def fourbit_mass(
-    q: Tensor, codes: Tensor, base: Tensor, step: Tensor, table: Tensor, counts: Tensor,
+    q: Tensor, codes: Tensor, base: Tensor, step: Tensor, table: Tensor, counts: Tensor, scale: float,
     heads: slice = slice(None),
 ) -> Tensor:  # fmt: skip
-    """Softmax of fourbit_logits over a row's blocks, averaged over all query heads: fp32 [R, M]."""
-    sums, tops = _sums(q, codes, base, step, table, counts, heads)
-    mass = np.zeros((len(sums), table.shape[1]), np.float32)
-    _reduce(sums, tops, mass)
-    return torch.from_numpy(mass)
+    """Softmax of fourbit_logits over a row's blocks, averaged over all query heads: fp32 [R, M].
+
+    q is scaled by `scale` here.
+    """
+    return torch.from_numpy(_sums(q, codes, base, step, table, counts, heads, scale)[2])
 
 
 def _sums(
-    q: Tensor, codes: Tensor, base: Tensor, step: Tensor, table: Tensor, counts: Tensor, heads: slice
-) -> tuple[np.ndarray, np.ndarray]:
-    """[R, Hq, M] sums of exp relative to [R, Hq, C] largest logits; 0 and -inf where there is no block."""
+    q: Tensor, codes: Tensor, base: Tensor, step: Tensor, table: Tensor, counts: Tensor, heads: slice,
+    scale: float,
+) -> tuple[np.ndarray, np.ndarray, np.ndarray]:  # fmt: skip
+    """sums [R, Hq, M] of exp, relative to their chunk's largest logit; tops [R, Hq, C, 2], that logit and the
+    chunk's sum; mass [R, M]. Where there is no block: 0, -inf, 0."""
     rows, query_heads, dim = q.shape
     first, stop, _ = heads.indices(codes.shape[1])
-    query = np.ascontiguousarray(q.detach().numpy(), np.float32)
-    scale = np.maximum(np.abs(query).max(2), 1e-30) / 127  # [R, Hq]
-    small = np.rint(query / scale[:, :, None]).astype(np.int8).view(np.int32)  # [R, Hq, D / 4]
-    factors = np.stack((query.sum(2), scale), 1)  # [R, 2, Hq]
+    query = q.detach().float().contiguous().numpy()
     slabs = codes.numpy(), *(x.contiguous().view(torch.uint16).numpy() for x in (base, step))
     where, limit = (x.long().contiguous().numpy() for x in (table, counts))
     chunks = -(-table.shape[1] // CHUNK)
-    out = np.zeros((rows, query_heads, table.shape[1]), np.float32)
-    tops = np.full((rows, query_heads, chunks), -np.inf, np.float32)
     units = rows * chunks * (stop - first)
     shares = max(1, min(4 * torch.get_num_threads(), units // 2))
+    small = np.empty((rows, query_heads, dim), np.int8)
+    factors = np.empty((rows, 2, query_heads), np.float32)
+    sums = np.empty((rows, query_heads, table.shape[1]), np.float32)
+    tops = np.empty((rows, query_heads, chunks, 2), np.float32)
+    mass = np.empty((rows, table.shape[1]), np.float32)
     scratch = np.empty((shares, MOST_HEADS, CHUNK * codes.shape[3]), np.float32)
     groups = np.array([first, query_heads // (stop - first)])
-    run_shares(_score, shares, small, factors, *slabs, where, limit, groups, scratch, out, tops)
-    return out, tops
+    _quantise(query, np.float32(scale), small, factors)
+    words = small.view(np.int32)  # [R, Hq, D / 4]
+    run_shares(_score, shares, words, factors, *slabs, where, limit, groups, scratch, sums, tops, mass)
+    return sums, tops, mass
+
+
+@jit
+def _quantise(query, scale, small, factors):  # type: ignore[no-untyped-def]
+    """query [R, Hq, D] * scale -> int8, and in factors [R, 2, Hq] its sum and its step."""
+    rows, heads, dim = query.shape
+    for r in range(rows):
+        for h in range(heads):
+            most, total = _ZERO, _ZERO
+            for d in range(dim):
+                x = query[r, h, d] * scale
+                most = max(most, abs(x))
+                total += x
+            step = max(most, _TINY) / _LARGEST
+            factors[r, 0, h], factors[r, 1, h] = total, step
+            for d in range(dim):
+                small[r, h, d] = np.rint(query[r, h, d] * scale / step)
 
 
 @jit
 def _score(box, shares, args):  # type: ignore[no-untyped-def]
     begin(box, entry(_share, args), place(args), shares)
     finish(box)
+    _reduce(args[6], args[9], args[10], args[11])
 
 
 @jit
-def _share(share, shares, q, factors, codes, base, step, table, counts, groups, scratch, out, tops):  # type: ignore[no-untyped-def]
-    """A share of the units of all rows. q int32 [R, Hq, D / 4], factors [R, 2, Hq], scratch [shares, 4, n]."""
+def _share(share, shares, q, factors, codes, base, step, table, counts, groups, scratch, out, tops, mass):  # type: ignore[no-untyped-def]
+    """A share of all rows' units. q int32 [R, Hq, D / 4], factors [R, 2, Hq], scratch [shares, 4, n]."""
     first, group = groups
     heads = out.shape[1] // group
     units = 0
@@ -130,29 +154,28 @@ def _logits(q, factors, g, n, codes, base, step, head, blocks, logits):  # type:
     """Query heads g .. g + n - 1 against the tokens of a few blocks -> logits [n, blocks * B]."""
     size = codes.shape[3]
     for i in range(len(blocks)):
-        _fetch(codes[blocks[min(i + 4, len(blocks) - 1)], head])
-        c, x, y = codes[blocks[i], head], base[blocks[i], head], step[blocks[i], head]
+        block, ahead = blocks[i], blocks[min(i + AHEAD, len(blocks) - 1)]
         for t in range(0, size, LANES):
+            at = i * size + t
             if n == 1:
-                _tile1(c, x, y, t, q, factors, g, logits, i * size + t)
+                _tile1(codes, base, step, block, ahead, head, t, q, factors, g, logits, at)
             elif n == 2:
-                _tile2(c, x, y, t, q, factors, g, logits, i * size + t)
+                _tile2(codes, base, step, block, ahead, head, t, q, factors, g, logits, at)
             elif n == 3:
-                _tile3(c, x, y, t, q, factors, g, logits, i * size + t)
+                _tile3(codes, base, step, block, ahead, head, t, q, factors, g, logits, at)
             else:
-                _tile4(c, x, y, t, q, factors, g, logits, i * size + t)
+                _tile4(codes, base, step, block, ahead, head, t, q, factors, g, logits, at)
 
 
 @jit
 def _soften(logits, count, size, out, chunk, tops):  # type: ignore[no-untyped-def]
-    """logits [count * B] -> out[chunk's blocks] the sums of exp, tops[chunk] the largest logit."""
+    """logits [count * B] -> out[chunk's blocks] the sums of exp, tops[chunk] the largest logit, their sum."""
     top = splat(_NEG_INF)
     for t in range(0, count * size, LANES):
         top = larger(load(logits, t), top)
     most = largest_lane(top)
-    tops[chunk] = most
     minus = splat(-most)
-    first = chunk * CHUNK
+    first, total = chunk * CHUNK, _ZERO
     for i in range(0, count, 4):
         a = b = c = d = splat(_ZERO)
         last = count - 1
@@ -162,39 +185,38 @@ def _soften(logits, count, size, out, chunk, tops):  # type: ignore[no-untyped-d
             b = add(b, exp(add(load(logits, i1 * size + t), minus)))
             c = add(c, exp(add(load(logits, i2 * size + t), minus)))
             d = add(d, exp(add(load(logits, i3 * size + t), minus)))
-        if i + 3 < count:
-            store_sums(out, first + i, a, b, c, d)
-        else:
-            store_sums(logits, 0, a, b, c, d)  # whose first values are no longer needed
-            for j in range(count - i):
-                out[first + i + j] = logits[j]
+        store_sums(logits, 0, a, b, c, d)  # whose first values are no longer needed
+        for j in range(min(4, count - i)):
+            out[first + i + j] = logits[j]
+            total += logits[j]
+    tops[chunk, 0], tops[chunk, 1] = most, total
 
 
 @jit
-def _reduce(sums, tops, mass):  # type: ignore[no-untyped-def]
-    """sums [R, Hq, M], tops [R, Hq, C] -> mass [R, M]: softmax over blocks, averaged over heads."""
-    rows, heads, width = sums.shape
+def _reduce(counts, sums, tops, mass):  # type: ignore[no-untyped-def]
+    """sums [R, Hq, M], tops [R, Hq, C, 2] -> mass [R, M]: softmax over blocks, averaged over heads.
+
+    Where there is no block all become 0, and tops[..., 0] -inf.
+    """
+    rows, heads = sums.shape[:2]
+    mass[:] = _ZERO
     for r in range(rows):
+        chunks = (counts[r] + CHUNK - 1) // CHUNK
+        tops[r, :, chunks:, 0] = _NEG_INF
         for h in range(heads):
+            sums[r, h, counts[r] :] = _ZERO
             top, total = _NEG_INF, _ZERO
-            for c in range(tops.shape[2]):
-                top = max(top, tops[r, h, c])
-            if top == _NEG_INF:
-                continue  # a row without a block
-            for c in range(tops.shape[2]):
-                part = _ZERO
-                for m in range(c * CHUNK, min((c + 1) * CHUNK, width)):
-                    part += sums[r, h, m]
-                total += part * np.exp(tops[r, h, c] - top)
-            for c in range(tops.shape[2]):
-                factor = np.exp(tops[r, h, c] - top) / (total * np.float32(heads))
-                for m in range(c * CHUNK, min((c + 1) * CHUNK, width)):
-                    mass[r, m] += factor * sums[r, h, m]
+            for c in range(chunks):
+                top = max(top, tops[r, h, c, 0])
+            for c in range(chunks):
+                total += tops[r, h, c, 1] * np.exp(tops[r, h, c, 0] - top)
+            for c in range(chunks):
+                factor = np.exp(tops[r, h, c, 0] - top) / (total * np.float32(heads))
+                low, high = c * CHUNK, min((c + 1) * CHUNK, counts[r])
+                _accumulate(factor, sums[r, h, low:high], mass[r, low:high])
 
 
 @jit
-def _fetch(codes):  # type: ignore[no-untyped-def]
-    """Start reading the codes of a block to come: the hardware cannot know where they are."""
-    flat = codes.reshape(-1)
-    for i in range(0, len(flat), 64):
-        prefetch(flat, i)
+def _accumulate(factor, x, y):  # type: ignore[no-untyped-def]
+    for i in range(len(x)):
+        y[i] += factor * x[i]

@@ -12,8 +12,9 @@ from __future__ import annotations
 
 import numpy as np
 
-# Columns of `rows`, int32 [n, 8]: the row's seat, first visible block, blocks in all (the newest may be partial),
-# end of the sink, first of the recent blocks, budget in blocks, tokens in the newest block, what to do on a miss.
+# Columns of `rows`, int32 [n, 8]: the row's seat, first visible block, blocks in all (the newest may be
+# partial), end of the sink, first of the recent blocks, budget in blocks, tokens in the newest block, what to
+# do on a miss.
 SEAT, FIRST, BLOCKS, SINK, RECENT, BUDGET, TAIL, POLICY = range(8)
 SKIP, REPAIR, WAIT = range(3)  # values of POLICY
 EMPTY, FLYING = -1, -2  # values of slot_of: not on the device; on its way
@@ -105,7 +106,7 @@ def _best(mass: np.ndarray, row: np.ndarray, allowed: np.ndarray) -> np.ndarray:
 
 
 def _claim(
-    i: int, m: int, row: np.ndarray, wanted: np.ndarray, slot_of: np.ndarray, used_at: np.ndarray,
+    i: int, m: np.integer, row: np.ndarray, wanted: np.ndarray, slot_of: np.ndarray, used_at: np.ndarray,
     caps: np.ndarray, free: np.ndarray, free_count: np.ndarray, reserve: int,
 ) -> int:  # fmt: skip
     """A slot for block m of row i: a free one if there are many or the row is below its cap, else that of

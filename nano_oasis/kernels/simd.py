@@ -40,7 +40,7 @@ def jit(function: Callable[..., Any]) -> Any:
     except RuntimeError:  # no directory that can be written: each process compiles anew
         return njit(function, **options)
     # What is on disk is valid for the file the function is in, and for these operations too.
-    file = compiled._cache._cache_file
+    file = compiled._cache._cache_file  # type: ignore[attr-defined]
     file._source_stamp = (file._source_stamp, _operations())
     return compiled
 
@@ -98,6 +98,32 @@ def _pointer(context: Any, b: Any, signature: Any, args: Any, element: ir.Type) 
     return b.bitcast(b.gep(data, [i]), element.as_pointer())
 
 
+def arrays_of(context: Any, b: Any, signature: Any, args: Any) -> list[Any]:
+    """The arguments, arrays as structs with .data and .shape."""
+    return [
+        context.make_array(kind)(context, b, value) if isinstance(kind, types.Array) else value
+        for kind, value in zip(signature.args, args, strict=True)
+    ]
+
+
+def splat_value(b: Any, value: ir.Value) -> ir.Value:
+    """A float or an int32 in every lane."""
+    kind = ir.VectorType(value.type, LANES)
+    one = b.insert_element(ir.Constant(kind, ir.Undefined), value, _I32(0))
+    return b.shuffle_vector(one, one, _all_int(0))
+
+
+def prefetch_at(b: Any, address: ir.Value) -> None:
+    """Begin to load that cache line, into the second-level cache.
+
+    There more loads can be under way than in the first level: scattered blocks come half as fast again.
+    """
+    byte = ir.IntType(8).as_pointer()
+    kind = ir.FunctionType(ir.VoidType(), [byte, _I32, _I32, _I32])
+    function = cgutils.get_or_insert_function(b.module, kind, "llvm.prefetch.p0i8")
+    b.call(function, [b.bitcast(address, byte), _I32(0), _I32(2), _I32(1)])  # to read, second level, data
+
+
 def _four(b: Any, vectors: Sequence[ir.Value], combine: Callable[..., ir.Value]) -> ir.Value:
     """Four vectors -> <4 x float>, each vector's lanes combined."""
 
@@ -114,8 +140,7 @@ def splat(_: Any, x: Any) -> Any:
     """x in every lane."""
 
     def emit(context: Any, b: Any, signature: Any, args: Any) -> Any:
-        one = b.insert_element(ir.Constant(_VEC, ir.Undefined), args[0], _I32(0))
-        return b.shuffle_vector(one, one, _all_int(0))
+        return splat_value(b, args[0])
 
     return vector(types.float32), emit
 
@@ -212,21 +237,3 @@ def exp(_: Any, x: Any) -> Any:
         return b.fmul(p, b.bitcast(power, _VEC))
 
     return vector(vector), emit
-
-
-@intrinsic
-def prefetch(_: Any, array: Any, i: Any) -> Any:
-    """Begin to load the cache line of element i, into the second-level cache.
-
-    There more loads can be under way than in the first level: scattered blocks come half as fast again.
-    """
-
-    def emit(context: Any, b: Any, signature: Any, args: Any) -> Any:
-        byte = ir.IntType(8).as_pointer()
-        kind = ir.FunctionType(ir.VoidType(), [byte, _I32, _I32, _I32])
-        function = cgutils.get_or_insert_function(b.module, kind, "llvm.prefetch.p0i8")
-        address = _pointer(context, b, signature, args, ir.IntType(8))
-        b.call(function, [address, _I32(0), _I32(2), _I32(1)])  # to read, second level, data
-        return context.get_dummy_value()
-
-    return types.void(array, i), emit

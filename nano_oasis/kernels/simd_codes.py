@@ -18,7 +18,17 @@ from numba import types
 from numba.core import cgutils
 from numba.core.registry import cpu_target
 
-from nano_oasis.kernels.simd import _F32, _FUSE, _I32, _IVEC, _VEC, LANES, intrinsic
+from nano_oasis.kernels.simd import (
+    _FUSE,
+    _I32,
+    _IVEC,
+    _VEC,
+    LANES,
+    arrays_of,
+    intrinsic,
+    prefetch_at,
+    splat_value,
+)
 
 _I8, _I16, _I64 = ir.IntType(8), ir.IntType(16), ir.IntType(64)
 _BYTES = ir.VectorType(_I8, 4 * LANES)
@@ -84,26 +94,31 @@ def _halves(b: Any, at: ir.Value, features: set[str]) -> ir.Value:
 
 
 def make_code_tile(heads: int, forced_features: set[str] | None = None) -> Callable[..., Any]:
-    """tile(codes, base, step, t, query, factors, g, out, at): the logits of 16 tokens for `heads` queries.
+    """tile(codes, base, step, block, ahead, h, t, query, factors, g, out, at): logits of 16 tokens.
 
     out[i, at : at + 16] = base * factors[0, g + i] + step * factors[1, g + i] * (query[g + i] . codes),
-    i < heads, for tokens t .. t + 15 of one block. codes uint8 [D / 2, B] (channel c in the low bits of row c,
-    c + D / 2 in the high ones), base and step float16 as uint16 [B], query [Hq, D] int8 as int32 [Hq, D / 4],
-    factors fp32 [2, Hq] (the sum of the query; its scale), out fp32 [heads, ...]. D a multiple of 8, B of 16.
+    i < heads, for tokens t .. t + 15 of KV head h of `block`; the same of block `ahead` is fetched, as the
+    hardware cannot know where it is. codes uint8 [N, H, D / 2, B] (channel c in the low bits of row c,
+    c + D / 2 in the high ones), base and step float16 as uint16 [N, H, B], query [Hq, D] int8 as int32
+    [Hq, D / 4], factors fp32 [2, Hq] (the sum of the query; its scale), out fp32 [heads, ...]. D a multiple of
+    8, B of 16.
     """
 
     @intrinsic
     def tile(
-        _: Any, codes: Any, base: Any, step: Any, t: Any, query: Any, factors: Any, g: Any, out: Any, at: Any
-    ) -> Any:
+        _: Any, codes: Any, base: Any, step: Any, block: Any, ahead: Any, h: Any, t: Any,
+        query: Any, factors: Any, g: Any, out: Any, at: Any,
+    ) -> Any:  # fmt: skip
         def emit(context: Any, b: Any, signature: Any, args: Any) -> Any:
             features = _features() if forced_features is None else forced_features
-            codes, base, step, t, query, factors, g, out, at = (
-                context.make_array(kind)(context, b, a) if isinstance(kind, types.Array) else a
-                for kind, a in zip(signature.args, args, strict=True)
+            codes, base, step, block, ahead, h, t, query, factors, g, out, at = arrays_of(
+                context, b, signature, args
             )
-            half, size = (b.extract_value(codes.shape, i) for i in (0, 1))
+            kv_heads, half, size = (b.extract_value(codes.shape, i) for i in (1, 2, 3))
             quads = b.udiv(half, _I64(4))
+            here, then = (b.mul(b.add(b.mul(x, kv_heads), h), size) for x in (block, ahead))  # [., ., 0]
+            for x in (base, step):
+                prefetch_at(b, b.gep(x.data, [b.add(then, t)]))
             words = b.extract_value(query.shape, 1)
             queries = [b.gep(query.data, [b.mul(b.add(g, _I64(i)), words)]) for i in range(heads)]
             zero = ir.Constant(_IVEC, None)
@@ -111,7 +126,9 @@ def make_code_tile(heads: int, forced_features: set[str] | None = None) -> Calla
             for total in (total for pair in sums for total in pair):
                 b.store(zero, total)
             with cgutils.for_range(b, quads) as loop:
-                start = b.gep(codes.data, [b.add(b.mul(b.mul(loop.index, _I64(4)), size), t)])
+                row = b.add(b.mul(b.mul(loop.index, _I64(4)), size), t)
+                prefetch_at(b, b.gep(codes.data, [b.add(b.mul(then, half), row)]))
+                start = b.gep(codes.data, [b.add(b.mul(here, half), row)])
                 four = _four_rows(b, start, size)
                 low = b.and_(four, ir.Constant(_BYTES, [15] * 64))
                 high = b.lshr(four, ir.Constant(_BYTES, [4] * 64))
@@ -120,15 +137,15 @@ def make_code_tile(heads: int, forced_features: set[str] | None = None) -> Calla
                         (low, low_sum, loop.index),
                         (high, high_sum, b.add(loop.index, quads)),
                     ):
-                        four_channels = _splat(b, b.load(b.gep(at_query, [word])))
+                        four_channels = splat_value(b, b.load(b.gep(at_query, [word])))
                         value = _dot4(b, b.load(total), part, b.bitcast(four_channels, _BYTES), features)
                         b.store(value, total)
-            base_of, step_of = (_halves(b, b.gep(x.data, [t]), features) for x in (base, step))
+            base_of, step_of = (_halves(b, b.gep(x.data, [b.add(here, t)]), features) for x in (base, step))
             width = b.extract_value(factors.shape, 1)
             for i, (low_sum, high_sum) in enumerate(sums):
                 head = b.add(g, _I64(i))
                 q_sum, scale = (
-                    _splat(b, b.load(b.gep(factors.data, [b.add(head, offset)])))
+                    splat_value(b, b.load(b.gep(factors.data, [b.add(head, offset)])))
                     for offset in (_I64(0), width)
                 )
                 dots = b.sitofp(b.add(b.load(low_sum), b.load(high_sum)), _VEC)
@@ -142,9 +159,8 @@ def make_code_tile(heads: int, forced_features: set[str] | None = None) -> Calla
                 b.store(logits, b.bitcast(place, _VEC.as_pointer()), align=4)
             return context.get_dummy_value()
 
-        kind = types.void(
-            codes, base, step, types.int64, query, factors, types.int64, out, types.int64
-        )  # fmt: skip
+        i64 = types.int64
+        kind = types.void(codes, base, step, i64, i64, i64, i64, query, factors, i64, out, i64)
         return kind, emit
 
     return tile
@@ -160,9 +176,3 @@ def _four_rows(b: Any, start: ir.Value, size: ir.Value) -> ir.Value:
     pairs = [b.shuffle_vector(rows[i], rows[i + 1], thirty_two) for i in (0, 2)]
     turned = [16 * j + token for token in range(LANES) for j in range(4)]
     return b.shuffle_vector(*pairs, ir.Constant(ir.VectorType(_I32, 64), turned))
-
-
-def _splat(b: Any, value: ir.Value) -> ir.Value:
-    kind = _VEC if value.type == _F32 else _IVEC
-    one = b.insert_element(ir.Constant(kind, ir.Undefined), value, _I32(0))
-    return b.shuffle_vector(one, one, ir.Constant(_IVEC, [0] * LANES))

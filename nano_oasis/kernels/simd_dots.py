@@ -16,12 +16,12 @@ from llvmlite import ir
 from numba import types
 from numba.core import cgutils
 
-from nano_oasis.kernels.simd import _FUSE, _I32, _VEC, LANES, _four, intrinsic
+from nano_oasis.kernels.simd import _FUSE, _VEC, LANES, _four, arrays_of, intrinsic, prefetch_at
 
 TILE_OUT = 4  # rows of weights
 MOST_ROWS = 6  # rows of activations
 AHEAD = 8  # rows of weights, counted from the first of the tile, that are fetched meanwhile
-_I8, _I64 = ir.IntType(8), ir.IntType(64)
+_I64 = ir.IntType(64)
 
 
 def make_tile(rows: int) -> Callable[..., Any]:
@@ -34,10 +34,7 @@ def make_tile(rows: int) -> Callable[..., Any]:
     @intrinsic
     def tile(_: Any, w: Any, o: Any, x: Any, r: Any, out: Any) -> Any:
         def emit(context: Any, b: Any, signature: Any, args: Any) -> Any:
-            w, o, x, r, out = (
-                context.make_array(t)(context, b, a) if isinstance(t, types.Array) else a
-                for t, a in zip(signature.args, args, strict=True)
-            )
+            w, o, x, r, out = arrays_of(context, b, signature, args)
             width = b.extract_value(w.shape, 1)
             outs = b.extract_value(out.shape, 1)
             weights = [b.gep(w.data, [b.mul(b.add(o, _I64(j)), width)]) for j in range(TILE_OUT)]
@@ -47,15 +44,10 @@ def make_tile(rows: int) -> Callable[..., Any]:
             for row in sums:
                 for total in row:
                     b.store(ir.Constant(_VEC, None), total)
-            fetch = cgutils.get_or_insert_function(
-                b.module,
-                ir.FunctionType(ir.VoidType(), [_I8.as_pointer(), _I32, _I32, _I32]),
-                "llvm.prefetch.p0i8",
-            )
             with cgutils.for_range_slice(b, _I64(0), width, _I64(LANES)) as (k, _):
                 loaded = [_load(b, p, k) for p in weights]
                 for p in ahead:
-                    b.call(fetch, [b.bitcast(b.gep(p, [k]), _I8.as_pointer()), _I32(0), _I32(2), _I32(1)])
+                    prefetch_at(b, b.gep(p, [k]))
                 for p, row in zip(inputs, sums, strict=True):
                     value = _load(b, p, k)
                     for weight, total in zip(loaded, row, strict=True):

@@ -91,7 +91,7 @@ def _call(_: Any, entry: Any, data: Any, share: Any, shares: Any) -> Any:
 
 @intrinsic
 def entry(typing: Any, kernel: Any, args: Any) -> Any:
-    """The address of a function that calls kernel(share, shares, *args) with args from where `place` put it."""
+    """The address of a function that calls kernel(share, shares, *args), args being where `place` put it."""
     inner = typing.resolve_function_type(kernel, (types.int64, types.int64, *args.types), {})
 
     def emit(context: Any, b: Any, signature: Any, values: Any) -> Any:

@@ -10,7 +10,7 @@ The life of a block:
   4. dropped from a layer when memory is needed elsewhere           _make_room, trim
   5. wanted: a query against the sketches says so                   oasis_view.py
   6. fetched by a ticket while a step computes                      coordinator.py
-  7. published when the copy is complete, read by later steps       arrivals()
+  7. published when the copy is complete, read by later steps       flights.py
   8. found again by its hash in the host tier by other requests     blocks.py
 """
 
@@ -26,15 +26,14 @@ import torch
 from nano_oasis.config import EngineConfig, ModelConfig, format_bytes
 from nano_oasis.kernels.dispatch import Kernels
 from nano_oasis.memory.coordinator import PrefetchCoordinator, admission_cap
+from nano_oasis.memory.flights import Flights
 from nano_oasis.memory.host_tier import HostTier, HostTierError
+from nano_oasis.memory.oasis_view import OasisView
 from nano_oasis.memory.residency import EMPTY, FLYING, Residency, SlotPool
 from nano_oasis.memory.seat import OasisStats, Seat
 from nano_oasis.memory.sketch_slabs import SketchSlabs
 from nano_oasis.memory.stream import Stage
-from nano_oasis.memory.tickets import Key, Ticket
 from nano_oasis.request import Request, ScheduledRow
-
-WAIT_S = 30.0  # a fetch that takes longer than this is given up and treated as a miss
 
 
 @dataclass(eq=False)
@@ -69,7 +68,7 @@ class OasisKV:
         self.reserve = self.planes * (chunk_blocks + 1)
         self._generation = 0
         self._step_seconds, self._began = 0.0, time.monotonic()
-        self._flying: dict[Key, Ticket] = {}
+        self.flights = Flights(self.coordinator, self.residency, self.seats, self.groups)
 
     # --- the scheduler's side: no torch in its answers ---------------------------------------------
     def admit(self, request: Request) -> bool:
@@ -123,7 +122,8 @@ class OasisKV:
             window = c.window(layer)
             blocks = most if layer < o.dense_layers else budget
             if window is not None:
-                blocks = -(-window // self.block_size) + 2
+                # Not below what shrink() always keeps, or making room would try for ever.
+                blocks = max(-(-window // self.block_size), self._forced) + 2
             caps += [min(blocks, most)] * self.groups
         return torch.tensor(caps)
 
@@ -132,12 +132,15 @@ class OasisKV:
         """Publish what has arrived, give this step's tokens their slots, hand out the view."""
         self.step += 1
         self._pace(len(rows))
-        self.arrivals()
+        self.flights.step = self.step
+        self.flights.land()
         for row in rows:
             seat = self.seats[row.request.id]
             if seat.sealed and row.start == seat.sealed * self.block_size and not seat.dense:
                 self._restore(seat)
             self._extend(seat, row)
+        if any(not s.dense for s in self.seats.values()):
+            self._share_pressure(rows)
         self.view = OasisView(self, rows)
         return self.view
 
@@ -154,23 +157,6 @@ class OasisKV:
             # The paper's best trade is near 5 % of the budget; more costs the step thread more than it gains.
             most = math.ceil(0.05 * self.options.kv_budget / self.block_size)
             self.cap = max(min(cap, most), 1)
-
-    def arrivals(self) -> None:
-        """Completed tickets become readable; slots of the others are free again."""
-        for ticket in self.coordinator.completed():
-            del self._flying[ticket.key]
-            seat = self.seats.get(ticket.request_id)
-            plane = ticket.layer * self.groups + ticket.group
-            if seat is None or seat.generation != ticket.generation:
-                self.pool.give([ticket.slot])
-                continue
-            at = (plane, seat.index, ticket.position)
-            if ticket.completed:
-                self.residency.slots[at] = ticket.slot
-                self.residency.ages[at] = self.step
-            else:
-                self.residency.slots[at] = EMPTY
-                self.pool.give([ticket.slot])
 
     def _restore(self, seat: Seat) -> None:
         """A prefix found in the host tier comes back to the device whole, if there is room to spare."""
@@ -201,6 +187,14 @@ class OasisKV:
         self._make_room(self.planes * len(fresh))
         self.residency.add(seat.index, fresh, self.step)
 
+    def _share_pressure(self, rows: Sequence[ScheduledRow]) -> None:
+        """When memory is short it is short for all: whoever decodes keeps a working set."""
+        for row in rows:
+            seat = self.seats[row.request.id]
+            decodes = row.start >= len(row.request.prompt_ids)
+            if seat.dense and decodes and row.request.params.kv_mode != "dense" and self._excess(seat) > 0:
+                self.shrink(seat)
+
     @property
     def spare(self) -> int:
         """Free slots beyond what the next step may need for new tokens: working sets may grow into these."""
@@ -217,9 +211,8 @@ class OasisKV:
             over = [s for s in seats if s.dense or self._excess(s) > 0]
             if over:
                 self.shrink(max(over, key=self._excess))
-            elif self._flying:
-                self.coordinator.wait(list(self._flying.values()), WAIT_S)
-                self.arrivals()
+            elif len(self.flights):
+                self.flights.wait_for_all()
             else:
                 return  # the pool's own error will say so
 
@@ -324,37 +317,4 @@ class OasisKV:
 
     def check(self) -> None:
         """Raise AssertionError unless every slot is in one place (design invariants 1 and 2)."""
-        self.residency.check(len(self._flying))
-
-    def fly(self, tickets: Sequence[Ticket]) -> None:
-        """Submit tickets whose slots are claimed; those the coordinator refuses lose them."""
-        self._drop(self._submit(tickets))
-
-    def fetch_now(self, tickets: Sequence[Ticket], keys: Sequence[Key]) -> None:
-        """Submit these and wait for them and for `keys`, which may be on their way already."""
-        end = time.monotonic() + WAIT_S
-        while True:
-            tickets = self._submit(tickets)
-            # Refused ones want room in the coordinator's book: whatever ends makes some.
-            waited = (
-                self._flying.values() if tickets else [self._flying[k] for k in keys if k in self._flying]
-            )
-            self.coordinator.wait(list(waited), max(end - time.monotonic(), 0.0))
-            self.arrivals()
-            if not tickets or time.monotonic() > end:
-                return self._drop(tickets)
-
-    def _submit(self, tickets: Sequence[Ticket]) -> list[Ticket]:
-        refused = self.coordinator.submit(tickets)
-        gone = {t.slot for t in refused}
-        self._flying |= {t.key: t for t in tickets if t.slot not in gone}
-        return refused
-
-    def _drop(self, tickets: Sequence[Ticket]) -> None:
-        for t in tickets:
-            at = (t.layer * self.groups + t.group, self.seats[t.request_id].index, t.position)
-            self.residency.slots[at] = EMPTY
-            self.pool.give([t.slot])
-
-
-from nano_oasis.memory.oasis_view import OasisView  # noqa: E402  (the view needs OasisKV's type)
+        self.residency.check(len(self.flights))

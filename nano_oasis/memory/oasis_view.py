@@ -113,7 +113,7 @@ class OasisView:
         kv = self.kv
         if self.sparse is not None:
             kv.coordinator.reached(kv.step, layer)
-            kv.arrivals()
+            kv.flights.land()
         if kv.groups == 1 and not self.chunks:  # the usual decode step: nothing to take apart
             if self.sparse is None:
                 return self._dense(layer, q, scale, window)
@@ -200,8 +200,8 @@ class OasisView:
             *state, kv.step, most, self.size, x.wanted, x.read, table, tokens, x.asks, counts
         )
         if counts[select.ASKS]:
-            kv.fly(self._tickets(plane, rows, x.asks[:, : counts[select.ASKS]], mass, kv.step + 1))
-        out = self._decode(q, torch.from_numpy(table), torch.from_numpy(tokens), None, scale)
+            kv.flights.start(self._tickets(plane, rows, x.asks[:, : counts[select.ASKS]], mass, kv.step + 1))
+        out = self._decode(q, torch.from_numpy(table), torch.from_numpy(tokens), None, scale, window)
         if window is None and options.audit_every and kv.step % options.audit_every == 0:
             self._audit(plane, q, x.read, scale)
         return out
@@ -248,7 +248,7 @@ class OasisView:
         where = asks[: select.SLOT].T.tolist()
         claimed = asks[:, asks[select.SLOT] != select.NO_SLOT]
         keys = [self._key(plane, rows.seats[i], m) for i, m in where]
-        kv.fetch_now(self._tickets(plane, rows, claimed, mass, NOW), keys)
+        kv.flights.start_and_wait(self._tickets(plane, rows, claimed, mass, NOW), keys)
         for i, m in where:
             seat = rows.seats[i]
             if kv.residency.slots[plane, seat.index, m] >= 0:

@@ -283,9 +283,7 @@ class FourBit(Selector):
     ) -> Tensor:
         if (compiled := _compiled(q, slabs)) is None:
             return super().logits_at(q, slabs, table, counts, heads)
-        return compiled.fourbit_logits(  # type: ignore[no-any-return]
-            q, slabs["codes"], slabs["base"], slabs["step"], table, counts, heads
-        )
+        return compiled.fourbit_logits(q, slabs["codes"], slabs["base"], slabs["step"], table, counts, heads)
 
     def mass_at(
         self, q: Tensor, slabs: Sketch, table: Tensor, counts: Tensor, scale: float,
@@ -293,8 +291,8 @@ class FourBit(Selector):
     ) -> Tensor:  # fmt: skip
         if (compiled := _compiled(q, slabs)) is None:
             return super().mass_at(q, slabs, table, counts, scale, heads)
-        return compiled.fourbit_mass(  # type: ignore[no-any-return]
-            q.float() * scale, slabs["codes"], slabs["base"], slabs["step"], table, counts, heads
+        return compiled.fourbit_mass(
+            q, slabs["codes"], slabs["base"], slabs["step"], table, counts, scale, heads
         )
 
     def bytes_per_block(self, block_size: int, heads: int, head_dim: int) -> int:

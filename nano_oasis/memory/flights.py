@@ -1,0 +1,81 @@
+"""Blocks on their way to the device: from claimed slots to published ones.
+
+Owns: the tickets of the oasis mode, publishing what arrived, taking back slots of what did not.
+Must not know: why a block was wanted, which slots are claimed for it, how bytes move.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping, Sequence
+
+from nano_oasis.memory.coordinator import PrefetchCoordinator
+from nano_oasis.memory.residency import EMPTY, Residency
+from nano_oasis.memory.seat import Seat
+from nano_oasis.memory.tickets import Key, Ticket
+
+WAIT_S = 30.0  # a fetch that takes longer than this is given up and treated as a miss
+
+
+class Flights:
+    """seats: the running requests by id, which the owner keeps up to date; groups: head groups per layer."""
+
+    def __init__(
+        self, coordinator: PrefetchCoordinator, residency: Residency, seats: Mapping[int, Seat], groups: int
+    ) -> None:
+        self.coordinator, self.residency, self.seats, self.groups = coordinator, residency, seats, groups
+        self.step = 0  # the current one, for the age of what arrives
+        self._flying: dict[Key, Ticket] = {}
+
+    def __len__(self) -> int:
+        return len(self._flying)
+
+    def start(self, tickets: Sequence[Ticket]) -> None:
+        """Submit tickets whose slots are claimed; those the coordinator refuses lose them."""
+        self._drop(self._submit(tickets))
+
+    def start_and_wait(self, tickets: Sequence[Ticket], keys: Sequence[Key]) -> None:
+        """Submit these and wait for them and for `keys`, which may be on their way already."""
+        end = time.monotonic() + WAIT_S
+        while True:
+            tickets = self._submit(tickets)
+            # Refused ones want room in the coordinator's book: whatever ends makes some.
+            waited = (
+                self._flying.values() if tickets else [self._flying[k] for k in keys if k in self._flying]
+            )
+            self.coordinator.wait(list(waited), max(end - time.monotonic(), 0.0))
+            self.land()
+            if not tickets or time.monotonic() > end:
+                return self._drop(tickets)
+
+    def wait_for_all(self) -> None:
+        self.coordinator.wait(list(self._flying.values()), WAIT_S)
+        self.land()
+
+    def land(self) -> None:
+        """Completed tickets become readable; slots of the others are free again."""
+        slots, ages, pool = self.residency.slots, self.residency.ages, self.residency.pool
+        for ticket in self.coordinator.completed():
+            del self._flying[ticket.key]
+            seat = self.seats.get(ticket.request_id)
+            if seat is None or seat.generation != ticket.generation:
+                pool.give([ticket.slot])  # the request has left, or was preempted and came back
+                continue
+            at = (ticket.layer * self.groups + ticket.group, seat.index, ticket.position)
+            if ticket.completed:
+                slots[at], ages[at] = ticket.slot, self.step
+            else:
+                slots[at] = EMPTY
+                pool.give([ticket.slot])
+
+    def _submit(self, tickets: Sequence[Ticket]) -> list[Ticket]:
+        refused = self.coordinator.submit(tickets)
+        gone = {t.slot for t in refused}
+        self._flying |= {t.key: t for t in tickets if t.slot not in gone}
+        return refused
+
+    def _drop(self, tickets: Sequence[Ticket]) -> None:
+        for t in tickets:
+            at = (t.layer * self.groups + t.group, self.seats[t.request_id].index, t.position)
+            self.residency.slots[at] = EMPTY
+            self.residency.pool.give([t.slot])
