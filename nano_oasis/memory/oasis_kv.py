@@ -123,7 +123,8 @@ class OasisKV:
             window = c.window(layer)
             blocks = most if layer < o.dense_layers else budget
             if window is not None:
-                blocks = -(-window // self.block_size) + 2
+                # Not below what shrink() always keeps, or making room would try for ever.
+                blocks = max(-(-window // self.block_size), self._forced) + 2
             caps += [min(blocks, most)] * self.groups
         return torch.tensor(caps)
 
