@@ -11,7 +11,7 @@ import time
 from collections.abc import Sequence
 
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
 
 from nano_oasis.cli import LoadProgress, make_parser
 from nano_oasis.config import ConfigError
@@ -26,12 +26,12 @@ def build_parser() -> argparse.ArgumentParser:
         "eval", "Compare the oasis mode with dense attention, on generated tasks or on your own data."
     )
     parser.add_argument("--model", default="smollm2", help="GGUF file, model folder, hub id, or 'smollm2'")
-    parser.add_argument("--tasks", default="", help="tasks or groups (niah, ruler, all), separated by commas; "
+    parser.add_argument("--tasks", default="", help="tasks or groups (niah, ruler, all), with commas; "
                         "'list' shows them")  # fmt: skip
-    parser.add_argument("--data", action="append", default=[], metavar="PATH", help="text file, folder of text "
-                        "files, or .jsonl with prompt or messages and optionally answer; may be repeated")  # fmt: skip
-    parser.add_argument("--output", metavar="DIR", help="folder for results.jsonl, eval.json and report.html; a run "
-                        "with the same folder continues where it stopped")  # fmt: skip
+    parser.add_argument("--data", action="append", default=[], metavar="PATH", help="text file, folder "
+                        "of them, or .jsonl with prompt or messages and maybe answer; repeatable")  # fmt: skip
+    parser.add_argument("--output", metavar="DIR", help="folder for results.jsonl, eval.json and "
+                        "report.html; a run with the same folder continues where it stopped")  # fmt: skip
     swept = parser.add_argument_group("swept (several values, separated by commas)")
     for name, about in (
         ("context", "tokens, answer included (default: 4000)"),
@@ -46,8 +46,8 @@ def build_parser() -> argparse.ArgumentParser:
         default = "4000" if name == "context" else str(getattr(_DEFAULT, name.replace("-", "_")))
         swept.add_argument(f"--{name}", default=default, metavar="A,B,...", help=about)
     parser.add_argument("--samples", type=int, default=20, help="per task and context (default: 20)")
-    parser.add_argument("--steps", type=int, default=64, help="teacher-forced tokens per sample, for KL and recall "
-                        "(default: 64)")  # fmt: skip
+    parser.add_argument("--steps", type=int, default=64, help="teacher-forced tokens per sample, for KL and "
+                        "recall (default: 64)")  # fmt: skip
     parser.add_argument(
         "--max-new-tokens", type=int, help="longest answer; default: the task's own, 64 for data"
     )
@@ -108,8 +108,7 @@ class _Bar:
     """progress(what, done, total): a bar on a terminal, else a line now and then."""
 
     def __init__(self) -> None:
-        self._bar: Progress | None = None
-        self._task = None
+        self._bar: tuple[Progress, TaskID] | None = None
         self._said = 0.0
 
     def __enter__(self) -> _Bar:
@@ -128,14 +127,15 @@ class _Bar:
                 MofNCompleteColumn(),
                 TimeRemainingColumn(),
             )
-            self._bar = Progress(*columns, console=Console(file=sys.stderr), transient=True)
-            self._bar.start()
-            self._task = self._bar.add_task("")
-        self._bar.update(self._task, description=what[:60], completed=done, total=total)
+            bars = Progress(*columns, console=Console(file=sys.stderr), transient=True)
+            bars.start()
+            self._bar = bars, bars.add_task("")
+        bars, task = self._bar
+        bars.update(task, description=what[:60], completed=done, total=total)
 
     def __exit__(self, *_: object) -> None:
         if self._bar is not None:
-            self._bar.stop()
+            self._bar[0].stop()
 
 
 if __name__ == "__main__":

@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 
@@ -21,12 +21,11 @@ from nano_oasis.eval.records import RecordFile
 from nano_oasis.eval.results import Result
 from nano_oasis.eval.settings import Setting, make_settings
 from nano_oasis.eval.sweep import Plan, model_salt, run_plan, samples_per_batch
-from nano_oasis.eval.tasks import Sample, choose_tasks, make_sample
+from nano_oasis.eval.tasks import choose_tasks, make_sample
 from nano_oasis.tokenizer import Tokenizer, load_tokenizer
 from nano_oasis.weights import load_config, resolve_model
 
 Progress = Callable[[str, int, int], None]
-T = TypeVar("T")
 _DEFAULT = Setting()
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
@@ -126,18 +125,19 @@ def _meta(
     tokenizer: Tokenizer,
 ) -> dict[str, Any]:  # fmt: skip
     return {
-        "model": model, "family": config.family, "layers": config.num_layers, "kv_heads": config.num_kv_heads,
+        "model": Path(model).name if Path(model).exists() else model, "family": config.family,
+        "layers": config.num_layers, "kv_heads": config.num_kv_heads,
         "head_dim": config.head_dim, "dtype": dtype, "seed": seed, "contexts": contexts, "samples": samples,
         "steps": plan.steps, "batch": plan.batch, "settings": [vars(s) for s in plan.settings],
         "chat_template": tokenizer.chat_template is not None, "version": nano_oasis.__version__,
     }  # fmt: skip
 
 
-def _list(value: T | Sequence[T]) -> list[T]:
+def _list(value: Any) -> list[Any]:
     """A list of one, or of many; text with commas counts as many."""
     if isinstance(value, str):
-        return [part.strip() for part in value.split(",") if part.strip()]  # type: ignore[misc]
-    return list(value) if isinstance(value, (list, tuple)) else [value]  # type: ignore[list-item]
+        return [part.strip() for part in value.split(",") if part.strip()]
+    return list(value) if isinstance(value, (list, tuple)) else [value]
 
 
 def _check_numbers(**numbers: int | None) -> None:
@@ -167,7 +167,8 @@ def _check_settings(settings: list[Setting], config: ModelConfig) -> None:
     for setting in settings:
         if config.num_kv_heads % setting.head_groups:
             raise ConfigError(
-                f"head_groups: {setting.head_groups} does not divide the model's {config.num_kv_heads} KV heads"
+                f"head_groups: {setting.head_groups} does not divide the model's "
+                f"{config.num_kv_heads} KV heads"
             )
 
 
@@ -178,6 +179,3 @@ def _sizes(path: Path) -> list[tuple[str, int]]:
 
 def _memory() -> int:
     return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-
-
-__all__ = ["Sample", "run"]

@@ -165,8 +165,8 @@ def _prompt_sample(data: Data, index: int, tokenizer: Tokenizer, max_new: int, m
         raise DataError(f"data: {line.where}: {name}: {error}") from error
     if len(ids) + max_new > max_len:
         raise DataError(
-            f"data: {line.where}: {name} has {len(ids)} tokens, and {max_new} are kept for the reply: together at "
-            f"most {max_len}, the model's context"
+            f"data: {line.where}: {name} has {len(ids)} tokens, and {max_new} are kept for the "
+            f"reply: together at most {max_len}, the model's context"
         )
     if len(ids) < 2:
         raise DataError(f"data: {line.where}: {name} has fewer than 2 tokens")

@@ -69,30 +69,31 @@ def report_html(result: Result) -> str:
         _pair(
             _figure("Score", score_by_budget, result, f"Mean over the tasks that dense scores at least "
                     f"{DENSE_FLOOR:.0f} on, 0 to 100. Dashed: dense. Nearer to dashed is better."),
-            _figure("KL to dense", kl_by_budget, result, "How far the next-token distribution moves, in nats, "
-                    "mean over the steps of all samples. Logarithmic; lower is better."),
+            _figure("KL to dense", kl_by_budget, result, "How far the next-token distribution moves, in "
+                    "nats, mean over the steps of all samples. Logarithmic; lower is better."),
         ),
         "<h2>What it saves, and what it finds</h2>",
         _pair(
-            _figure("Memory against quality", memory_quality, result, "Each setting once: how many times less KV "
-                    "the device holds than dense, sketches included, and KL. Best is right and low."),
-            _figure("Hit rate by context", hit_by_context, result, "Share of the wanted blocks that were on the "
-                    "device before anything was waited for. Of one point per context length."),
+            _figure("Memory against quality", memory_quality, result, "Each setting once: how many times "
+                    "less KV the device holds than dense, sketches included, and KL. Best is right and low."),
+            _figure("Hit rate by context", hit_by_context, result, "Share of the wanted blocks that were on "
+                    "the device before anything was waited for. One point per context length."),
         ),
         "<h2>Recall of the true attention mass</h2>",
-        _figure("By layer and budget", heat_maps, result, "Share of the exact attention mass that falls on the "
-                "blocks the selector chooses with the step's own query. Pale layers lose attention."),
+        _figure("By layer and budget", heat_maps, result, "Share of the exact attention mass that falls on "
+                "the blocks the selector chooses with the step's own query. Pale layers lose attention."),
         _predictors(result),
         "<h2>Where greedy answers part</h2>",
-        _figure("Token by token", strips, result, "Green: the same token as dense at the same place. The outlined "
-                "token is the first that differs; what follows is another text and is judged by its score."),
+        _figure("Token by token", strips, result, "Green: the same token as dense at the same place. The "
+                "outlined token is the first that differs; what follows is another text."),
         "<h2>All figures</h2>",
         _table(result),
     ]  # fmt: skip
     title = escape(f"{m['model']}: sparse against dense")
     return (
         f'<!doctype html>\n<html lang="en"><head><meta charset="utf-8"><title>{title}</title>\n'
-        f'<meta name="viewport" content="width=device-width, initial-scale=1">\n<style>{_STYLE}</style></head>\n'
+        f'<meta name="viewport" content="width=device-width, initial-scale=1">\n'
+        f"<style>{_STYLE}</style></head>\n"
         f"<body>\n{chr(10).join(part for part in body if part)}\n</body></html>\n"
     )
 
@@ -110,7 +111,8 @@ def _failures(result: Result) -> str:
     if not result.failed:
         return ""
     lines = [
-        f"<li>{escape(r['group'])} {r['context'] or ''} #{r['index']}, {escape(r['label'])}: {escape(r['error'])}</li>"
+        f"<li>{escape(r['group'])} {r['context'] or ''} #{r['index']}, {escape(r['label'])}: "
+        f"{escape(r['error'])}</li>"
         for r in result.failed[:20]
     ]
     more = f"<li>and {len(result.failed) - 20} more</li>" if len(result.failed) > 20 else ""
@@ -128,41 +130,40 @@ def _predictors(result: Result) -> str:
     if not rows:
         return ""
     names = ("oracle", "current", "lookahead", "previous")
-    head = [
-        "selector",
-        "budget",
-        "block",
-        "groups",
-        *[f"{n}: found" for n in names],
-        *[f"{n}: mass" for n in names],
-    ]
     lines = []
     for r in rows:
         values = [r["selector"], r["budget"], r["block"], r["head_groups"]]
         values += [percent(r[f"found_{n}"]) for n in names] + [percent(r[f"read_{n}"]) for n in names]
         lines.append(f"<tr>{_cells(values, 2)}</tr>")
+    head = (
+        f"<tr>{_cells([''] * 4, 2, 'th')}<th colspan=4>found</th><th colspan=4>mass</th></tr>"
+        f"<tr>{_cells(['selector', 'budget', 'block', 'groups', *names, *names], 2, 'th')}</tr>"
+    )
     right = percent(rows[0]["drafts_right"])
     return (
-        "<h2>Predicting the next step's blocks</h2><p>Found: of the blocks that the oracle (exact mass, the step's own "
-        "query) reads at a step, beyond sink and newest, the share in the choice of each predictor. Mass: the share of "
-        "the true mass on that choice. Lookahead chooses with the query of a drafted token that ran beside the step "
-        f"before; the drafts are n-gram copies, {right} of them right.</p>"
-        f'<div class="wide"><table><tr>{_cells(head, 2, "th")}</tr>{"".join(lines)}</table></div>'
+        "<h2>Predicting the next step's blocks</h2><p>Found: of the blocks that the oracle (exact mass, the "
+        "step's own query) reads at a step, beyond sink and newest, the share in each predictor's choice. "
+        "Mass: the share of the true mass on that choice. Lookahead chooses with the query of a drafted "
+        f"token that ran beside the step before; the drafts are n-gram copies, {right} of them right.</p>"
+        f'<div class="wide"><table>{head}{"".join(lines)}</table></div>'
     )
 
 
 def _table(result: Result) -> str:
-    head = ["task", "context", "setting", "n", "failed", "score", "output tokens", "KL mean", "KL p99", "same top token",
-            "answers differ", "first differing token", "hit rate", "waiting", "device KV"]  # fmt: skip
+    head = ["task", "context", "setting", "n", "failed", "score", "output tokens", "KL mean", "KL p99",
+            "same top token", "answers differ", "first differing token", "hit rate", "waiting",
+            "device KV"]  # fmt: skip
     lines, previous = [], None
     averaged = result.averaged()
     for r in result.rows:
         place = (r.group, r.context)
         weak = r.score is not None and place not in averaged
         values = [
-            r.group, r.context or "own", r.label, r.samples, r.failed or "", show(r.score, 1) + ("*" if weak else ""),
-            show(r.output_tokens, 1), show(r.kl_mean, 4), show(r.kl_p99, 3), percent(r.same_top), percent(r.diverged),
-            show(r.divergence, 0), percent(r.hit_rate), percent(r.wait_share), ratio(r.dense_bytes, r.device_bytes),
+            r.group, r.context or "own", r.label, r.samples, r.failed or "",
+            show(r.score, 1) + ("*" if weak else ""), show(r.output_tokens, 1), show(r.kl_mean, 4),
+            show(r.kl_p99, 3), percent(r.same_top),
+            percent(r.diverged), show(r.divergence, 0), percent(r.hit_rate), percent(r.wait_share),
+            ratio(r.dense_bytes, r.device_bytes),
         ]  # fmt: skip
         kind = ' class="first"' if place != previous else ""
         lines.append(f"<tr{kind}>{_cells(values, 3)}</tr>")
@@ -171,14 +172,14 @@ def _table(result: Result) -> str:
         a = result.average(label)
         values = [
             "average" if i == 0 else "", "", label, "", "", show(a["score"], 1), show(a["output_tokens"], 1),
-            show(a["kl_mean"], 4), "", percent(a["same_top"]), "", "", percent(a["hit_rate"]), percent(a["wait_share"]),
-            ratio(a["dense_bytes"], a["device_bytes"]),
+            show(a["kl_mean"], 4), "", percent(a["same_top"]), "", "", percent(a["hit_rate"]),
+            percent(a["wait_share"]), ratio(a["dense_bytes"], a["device_bytes"]),
         ]  # fmt: skip
         kind = ' class="first"' if i == 0 else ""
         lines.append(f"<tr{kind}>{_cells(values, 3)}</tr>")
     return (
         f'<div class="wide"><table><tr>{_cells(head, 3, "th")}</tr>{"".join(lines)}</table></div>'
-        f'<p class="soft">* dense scores below {DENSE_FLOOR:.0f}: listed, not averaged. Device KV: how many times less '
-        "than dense. First differing token: the median over the answers that differ. Waiting: share of the decode "
-        "time spent standing still for copies.</p>"
+        f'<p class="soft">* dense scores below {DENSE_FLOOR:.0f}: listed, not averaged. Device KV: how many '
+        "times less than dense. First differing token: the median over the answers that differ. Waiting: share "
+        "of the decode time spent standing still for copies.</p>"
     )

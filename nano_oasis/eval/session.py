@@ -113,7 +113,8 @@ class Session:
         ids = self.samples[row].ids
         return Request(
             list(ids[:-1]), SamplingParams(temperature=0, max_tokens=None, kv_budget=budget),
-            max_len=len(ids) + self.room, seed=0, output_ids=[ids[-1]], block_table=table, num_computed=computed,
+            max_len=len(ids) + self.room, seed=0, output_ids=[ids[-1]], block_table=table,
+            num_computed=computed,
         )  # fmt: skip
 
     # --- the oasis mode ----------------------------------------------------------------------------
@@ -179,8 +180,8 @@ class Session:
         )  # fmt: skip
 
     def _slots_at_caps(
-        self, options: EngineConfig, tier: _Tier, sketches: SketchSlabs, requests: Sequence[Request], max_len: int,
-        heads: int,
+        self, options: EngineConfig, tier: _Tier, sketches: SketchSlabs, requests: Sequence[Request],
+        max_len: int, heads: int,
     ) -> int:  # fmt: skip
         """Device slots that hold every request at its caps, and the reserve; asked of a store without
         memory."""

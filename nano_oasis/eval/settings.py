@@ -65,8 +65,8 @@ def parse_budget(value: int | str) -> str:
 
 
 def make_settings(
-    budget: Sequence[int | str], selector: Sequence[str], predictor: Sequence[str], miss_policy: Sequence[str],
-    block: Sequence[int], head_groups: Sequence[int],
+    budget: Sequence[int | str], selector: Sequence[str], predictor: Sequence[str],
+    miss_policy: Sequence[str], block: Sequence[int], head_groups: Sequence[int],
 ) -> list[Setting]:  # fmt: skip
     """The product of the lists, in their order, the selector changing last. Raises ConfigError."""
     budgets = [parse_budget(b) for b in budget]

@@ -66,12 +66,8 @@ def chart(
         )
     parts.append(f'<line class="axis" x1="{LEFT}" x2="{W - RIGHT}" y1="{H - BOTTOM}" y2="{H - BOTTOM}"/>')
     middle = (TOP + H - BOTTOM) / 2
-    parts.append(
-        f'<text class="name" x="{(LEFT + W - RIGHT) / 2}" y="{H - 8}" text-anchor="middle">{escape(x_title)}</text>'
-    )
-    parts.append(
-        f'<text class="name" transform="translate(12 {middle}) rotate(-90)" text-anchor="middle">{escape(y_title)}</text>'
-    )
+    parts.append(_name(f'x="{(LEFT + W - RIGHT) / 2}" y="{H - 8}"', x_title))
+    parts.append(_name(f'transform="translate(12 {middle}) rotate(-90)"', y_title))
     for s in series:
         parts += _marks(s, place_x, place_y, lines)
     return "\n".join([*parts, "</svg>"])
@@ -98,9 +94,14 @@ def _marks(s: Series, x: Callable[[float], float], y: Callable[[float], float], 
     return parts
 
 
+def _name(where: str, title: str) -> str:
+    return f'<text class="name" {where} text-anchor="middle">{escape(title)}</text>'
+
+
 def _legend(series: Sequence[Series]) -> str:
     names = [
-        f'<span class="key"><i class="{"dash" if s.flat else "square"} c{s.colour}"></i>{escape(s.name)}</span>'
+        f'<span class="key"><i class="{"dash" if s.flat else "square"} c{s.colour}"></i>'
+        f"{escape(s.name)}</span>"
         for s in series
         if s.points
     ]
@@ -139,9 +140,7 @@ def heat_map(
                 f'fill-opacity="{0.06 + 0.94 * share:.3f}"><title>{escape(tip)}</title></rect>'
             )
     middle = top + tall * len(rows) / 2
-    parts.append(
-        f'<text class="name" transform="translate(10 {middle}) rotate(-90)" text-anchor="middle">{escape(row_title)}</text>'
-    )
+    parts.append(_name(f'transform="translate(10 {middle}) rotate(-90)"', row_title))
     x = left + wide * len(columns) / 2
     parts.append(
         f'<text class="name" x="{x}" y="{height - 8}" text-anchor="middle">{escape(column_title)}</text>'
@@ -175,9 +174,9 @@ def _axis(values: Sequence[float], low: float | None, high: float | None, log: b
         positive = [v for v in values if v > 0] or [1e-3]
         first, last = math.floor(math.log10(min(positive))), math.ceil(math.log10(max(positive)))
         last = max(last, first + 1)
-        return _Axis(
-            10.0**first, 10.0**last, [10.0**e for e in range(first, last + 1)], lambda v: f"{v:g}", True
-        )
+        steps = (1,) if last - first > 2 else (1, 2, 5)  # few decades need lines between them
+        ticks = [m * 10.0**e for e in range(first, last) for m in steps] + [10.0**last]
+        return _Axis(10.0**first, 10.0**last, ticks, lambda v: f"{v:g}", True)
     bottom = min(values) if low is None else low
     top = max(values) if high is None else high
     if top <= bottom:

@@ -151,6 +151,7 @@ def choose_tasks(names: Sequence[str]) -> list[Task]:
             chosen[name] = known[name]
         else:
             raise TaskError(
-                f"tasks: no task {name!r}; the tasks are {', '.join(known)}, and the groups {', '.join(GROUPS)}"
+                f"tasks: no task {name!r}; the tasks are {', '.join(known)}, and the groups "
+                f"{', '.join(GROUPS)}"
             )
     return list(chosen.values())

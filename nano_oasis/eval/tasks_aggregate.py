@@ -74,8 +74,8 @@ def common_words(rng: random.Random, context: int) -> Draft:
 
     def ask(words: list[str]) -> str:
         return (
-            "Below is a numbered list of words. Some of them come much more often than the others. Memorise the "
-            f"ones that come most often.\n\n{_numbered(words)}\n\n"
+            "Below is a numbered list of words. Some of them come much more often than the others. Memorise "
+            f"the ones that come most often.\n\n{_numbered(words)}\n\n"
             f"What are the {COMMON} words that come most often in the list?"
         )
 

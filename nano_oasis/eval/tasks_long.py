@@ -31,12 +31,13 @@ def records(rng: random.Random, context: int) -> Draft:
             a, b = units * i // count, units * (i + 1) // count
             note = " ".join(w.essay_words(start + a, b - a))
             lines.append(
-                f"Order {numbers[i]}: {people[i]} from {cities[i]}, amount {amounts[i]}. Note: {note or 'none'}"
+                f"Order {numbers[i]}: {people[i]} from {cities[i]}, amount {amounts[i]}. "
+                f"Note: {note or 'none'}"
             )
         body = "\n".join(lines)
         return (
-            f"Below are {count} orders.\n\n{body}\n\nList every order of the text, in the same order, one line "
-            f'each, in the form "Order number: amount".'
+            f"Below are {count} orders.\n\n{body}\n\nList every order of the text, in the same order, one "
+            f'line each, in the form "Order number: amount".'
         )
 
     # The number of an order stands before its amount, so a pair that is swapped does not count.
@@ -64,8 +65,8 @@ def updates(rng: random.Random, context: int) -> Draft:
             lines.append(f"Step {i + 1}: the {room} is painted {colour}. {note}".rstrip())
         body = "\n".join(lines)
         return (
-            f"Below is a log of {count} steps. Each step paints one room; a later colour covers an earlier one."
-            f"\n\n{body}\n\n"
+            f"Below is a log of {count} steps. Each step paints one room; a later colour covers an earlier "
+            f"one.\n\n{body}\n\n"
             'Write down every step as "Step number: room colour". Then write, one line for each room, '
             '"Final: the room is colour".'
         )

@@ -57,8 +57,8 @@ def niah(
     def render(units: int) -> str:
         text = place(hay(units), [lines[i] for i in order], depths)
         return (
-            f"Some special magic {kind}s are hidden in the text below. Remember them: you will be asked about "
-            f"them afterwards.\n\n{text}\n\n"
+            f"Some special magic {kind}s are hidden in the text below. Remember them: you will be asked "
+            f"about them afterwards.\n\n{text}\n\n"
             f"What {verb} {'all ' if several else ''}the {noun} for {what} mentioned in the text?"
         )
 
@@ -95,9 +95,12 @@ TASKS = [
     _task("niah_multikey_1", "one of four numbers in prose", niah, haystack="essay", needles=4),
     _task("niah_multikey_2", "one number among nothing but numbers", niah, haystack="needles"),
     _task(
-        "niah_multikey_3", "one uuid among nothing but uuids", niah, haystack="needles", keys="uuids", values="uuids"
+        "niah_multikey_3", "one uuid among nothing but uuids", niah, haystack="needles", keys="uuids",
+        values="uuids",
     ),
     _task("niah_multivalue", "four numbers of one key, in prose", niah, haystack="essay", per_key=4),
-    _task("niah_multiquery", "four numbers of four keys, in prose", niah, haystack="essay", needles=4, asked=4),
+    _task(
+        "niah_multiquery", "four numbers of four keys, in prose", niah, haystack="essay", needles=4, asked=4
+    ),
     _task("passkey", "five digits in noise", passkey),
 ]  # fmt: skip
