@@ -18,6 +18,7 @@ from nano_oasis.config import ConfigError
 from nano_oasis.eval.settings import Setting
 
 _DEFAULT = Setting()
+WIDTH = 160
 SILENCE_S = 30  # without a terminal: one line of progress this often
 
 
@@ -28,8 +29,8 @@ def build_parser() -> argparse.ArgumentParser:
     parser.add_argument("--model", default="smollm2", help="GGUF file, model folder, hub id, or 'smollm2'")
     parser.add_argument("--tasks", default="", help="tasks or groups (niah, ruler, all), with commas; "
                         "'list' shows them")  # fmt: skip
-    parser.add_argument("--data", action="append", default=[], metavar="PATH", help="text file, folder "
-                        "of them, or .jsonl with prompt or messages and maybe answer; repeatable")  # fmt: skip
+    parser.add_argument("--data", action="append", default=[], metavar="PATH", help="text file, a folder "
+                        "of them, or .jsonl with prompt or messages (and answer); repeatable")  # fmt: skip
     parser.add_argument("--output", metavar="DIR", help="folder for results.jsonl, eval.json and "
                         "report.html; a run with the same folder continues where it stopped")  # fmt: skip
     swept = parser.add_argument_group("swept (several values, separated by commas)")
@@ -87,7 +88,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         again = "the same command continues" if args.output else "with --output, a run can be continued"
         print(f"\ninterrupted; {again}", file=sys.stderr)
         return 130
-    Console().print(result.table())
+    console = Console()
+    if not console.is_terminal:
+        console = Console(width=WIDTH)  # a file has no width: nothing is cut off
+    console.print(result.table())
     for record in result.failed:
         where = f"{record['group']}/{record['context']}/{record['index']} {record['label']}"
         print(f"failed: {where}: {record['error']}", file=sys.stderr)

@@ -180,6 +180,6 @@ def _table(result: Result) -> str:
     return (
         f'<div class="wide"><table><tr>{_cells(head, 3, "th")}</tr>{"".join(lines)}</table></div>'
         f'<p class="soft">* dense scores below {DENSE_FLOOR:.0f}: listed, not averaged. Device KV: how many '
-        "times less than dense. First differing token: the median over the answers that differ. Waiting: share "
-        "of the decode time spent standing still for copies.</p>"
+        "times less than dense. First differing token: the median over the answers that differ. Waiting: "
+        "share of the decode time spent standing still for copies.</p>"
     )

@@ -142,9 +142,7 @@ def heat_map(
     middle = top + tall * len(rows) / 2
     parts.append(_name(f'transform="translate(10 {middle}) rotate(-90)"', row_title))
     x = left + wide * len(columns) / 2
-    parts.append(
-        f'<text class="name" x="{x}" y="{height - 8}" text-anchor="middle">{escape(column_title)}</text>'
-    )
+    parts.append(_name(f'x="{x}" y="{height - 8}"', column_title))
     return "\n".join([*parts, "</svg>"])
 
 
