@@ -204,6 +204,24 @@ def test_one_failing_sample_does_not_lose_the_run(folders, tmp_path, monkeypatch
     assert not run(str(folders["llama"]), **options).failed  # what failed is tried again
 
 
+def test_a_failing_setting_costs_no_other(folders, monkeypatch):
+    real = Session.oasis
+
+    def oasis(self, setting, rows, *rest):
+        if setting.selector == "exact" and any(self.samples[i].index == 0 for i in rows):
+            raise ValueError("no room")
+        return real(self, setting, rows, *rest)
+
+    monkeypatch.setattr(Session, "oasis", oasis)
+    result = run(str(folders["llama"]), **{**SMALL, "selector": ["exact", "mean"]})
+    assert [(r.label, r.samples, r.failed) for r in result.rows] == [
+        ("dense", 2, 0), ("exact 1/8", 1, 1), ("mean 1/8", 2, 0)
+    ]  # fmt: skip
+    monkeypatch.setattr("nano_oasis.eval.sweep.measure_recall", None)
+    result = run(str(folders["llama"]), **SMALL)
+    assert len(result.failed) == 2 and not any(r.failed for r in result.rows) and not result.recalls
+
+
 def test_texts_prompts_and_answers(folders, tmp_path):
     (tmp_path / "text.txt").write_text("The quick brown fox jumps over the lazy dog. " * 60)
     (tmp_path / "p.jsonl").write_text('{"prompt": "hello", "answer": "zzz"}\n{"prompt": "a b"}\n')

@@ -84,7 +84,7 @@ def run(
     torch.set_num_threads(threads or os.cpu_count() or 1)
     path = resolve_model(model)
     config = load_config(path)
-    contexts = _contexts(_list(context), config, steps, bool(chosen))
+    contexts = _contexts(_list(context), config, steps if any(t.text for t in texts) else 0)
     _check_settings(settings, config)
     tokenizer = load_tokenizer(path)
     made = [
@@ -97,11 +97,9 @@ def run(
         )
     longest = max(len(s.ids) + max(s.max_new, len(s.teacher)) for s in made) + 1
     batch = batch or samples_per_batch(
-        config.kv_bytes_per_token(DTYPES[dtype].itemsize),
-        longest,
-        len({s.block for s in settings}),
-        _memory() // 3,
-    )
+        config.kv_bytes_per_token(DTYPES[dtype].itemsize), longest, len({s.block for s in settings}),
+        steps * config.vocab_size, _memory() // 3,
+    )  # fmt: skip
     salt = model_salt(config, _sizes(path), DTYPES[dtype], nano_oasis.__version__)
     plan = Plan(made, settings, steps, batch, salt)
     folder = Path(output) if output is not None else None
@@ -146,8 +144,8 @@ def _check_numbers(**numbers: int | None) -> None:
             raise ConfigError(f"{name}: must be a whole number of at least 1, got {value!r}")
 
 
-def _contexts(values: list[int], config: ModelConfig, steps: int, tasks: bool) -> list[int]:
-    """Checked against the model's context. A text needs room for its steps too."""
+def _contexts(values: list[int], config: ModelConfig, steps: int) -> list[int]:
+    """Checked against the model's context, of which `steps` tokens are needed beside."""
     found = []
     for value in values:
         try:
@@ -156,9 +154,11 @@ def _contexts(values: list[int], config: ModelConfig, steps: int, tasks: bool) -
             length = 0
         if length < 16:
             raise ConfigError(f"context: must be whole numbers of at least 16 tokens, got {value!r}")
-        most = config.max_position - (0 if tasks else steps)
-        if length > most:
-            raise ConfigError(f"context: {length} tokens are more than the model's {most}")
+        if length + steps > config.max_position:
+            beside = f" less the {steps} of --steps" if steps else ""
+            raise ConfigError(
+                f"context: {length} tokens are more than the model's {config.max_position}{beside}"
+            )
         found.append(length)
     return list(dict.fromkeys(found))
 

@@ -63,11 +63,11 @@ class Result:
 
     @property
     def recalls(self) -> list[Record]:
-        return [r for r in self.records if r["kind"] == "recall" and r["layers"]]
+        return [r for r in self.records if r["kind"] == "recall" and r.get("layers")]
 
     @property
     def failed(self) -> list[Record]:
-        return [r for r in self.runs if r["status"] != "ok"]
+        return [r for r in self.records if r["status"] != "ok"]
 
     @property
     def labels(self) -> list[str]:

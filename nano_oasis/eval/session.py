@@ -124,17 +124,19 @@ class Session:
     ) -> tuple[list[list[int]], dict[int, str], Measured]:  # fmt: skip
         """Decode these rows together under a setting; see Decoder.play. Row i of the results is rows[i]."""
         with self._oasis(setting, rows) as (kv, requests):
-            measured, began, before = Measured(), time.perf_counter(), _counts(kv)
+            measured, began, before, watching = Measured(), time.perf_counter(), _counts(kv), 0.0
 
             def watch(step: int, going: list[int], logits: Tensor) -> None:
-                nonlocal began, before
+                nonlocal began, before, watching
                 if step == 0:
                     began, before = time.perf_counter(), _counts(kv)
                 if see is not None:
+                    start = time.perf_counter()
                     see(step, going, logits)
+                    watching += time.perf_counter() - start
 
             outputs, errors = self.decoder.play(kv, requests, lengths, watch, teacher)
-            measured.seconds = time.perf_counter() - began
+            measured.seconds = time.perf_counter() - began - watching
             for name, value in _counts(kv).items():
                 setattr(measured, name, value - before[name])
             measured.device_bytes = [kv.device_bytes(r) for r in requests]

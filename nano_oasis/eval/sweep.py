@@ -123,11 +123,11 @@ def _run_batch(
             rows = [i for i, s in enumerate(samples) if not records.done(plan.key(s, setting))]
             if rows:
                 tell(f"{where}: {setting}")
-                for record in _run_setting(plan, session, setting, rows, dense):
+                for record in _try_setting(plan, session, setting, rows, dense):
                     records.add(record)
         for row in range(len(samples)):
             tell(f"{where}: recall")
-            for record in _run_recall(plan, session, records, row, dense.teacher[row]):
+            for record in _try_recall(plan, session, records, row, dense.teacher[row]):
                 records.add(record)
         tell(where)
     finally:
@@ -160,6 +160,19 @@ def _run_dense(plan: Plan, session: Session) -> _Dense:
     assert not errors, "the dense store reports no errors"
     teachers = [list((s.teacher or o)[: plan.steps]) for s, o in zip(samples, outputs, strict=True)]
     return _Dense(outputs, teachers, kept)
+
+
+def _try_setting(
+    plan: Plan, session: Session, setting: Setting, rows: list[int], dense: _Dense
+) -> list[Record]:
+    """A setting that fails costs no other setting, and a sample that fails no other sample."""
+    try:
+        return _run_setting(plan, session, setting, rows, dense)
+    except Exception as error:
+        log.debug("setting %s failed", setting, exc_info=True)
+        if len(rows) > 1:
+            return [r for row in rows for r in _try_setting(plan, session, setting, [row], dense)]
+        return [_failure(plan, session.samples[rows[0]], setting, error)]
 
 
 def _run_setting(
@@ -200,13 +213,13 @@ def _run_setting(
             continue
         record |= _answer(session, sample, outputs[i], dense.outputs[row])
         record |= {"kl": [float(f"{x:.4g}") for x in kl[i]], "same_top": same[i]}
-        record |= _cost(plan, session, setting, sample, measured, i)
+        record |= _cost(session, setting, sample, measured, i, len(teacher[i]))
         made.append(record)
     return made
 
 
 def _cost(
-    plan: Plan, session: Session, setting: Setting, sample: Sample, measured: Measured, at: int
+    session: Session, setting: Setting, sample: Sample, measured: Measured, at: int, steps: int
 ) -> Record:
     looked_up = measured.hits + measured.misses
     return {
@@ -216,7 +229,7 @@ def _cost(
         "batch": len(measured.device_bytes),
         "budget_tokens": setting.tokens(sample.context or len(sample.ids)),
         "device_bytes": measured.device_bytes[at],
-        "dense_bytes": _dense_bytes(session, len(sample.ids) + max(min(plan.steps, sample.max_new) - 1, 0)),
+        "dense_bytes": _dense_bytes(session, len(sample.ids) - 1 + steps),
     }
 
 
@@ -245,6 +258,17 @@ def _answer(session: Session, sample: Sample, output: list[int], dense: list[int
     }
 
 
+def _try_recall(
+    plan: Plan, session: Session, records: RecordFile, row: int, teacher: list[int]
+) -> list[Record]:
+    try:
+        return _run_recall(plan, session, records, row, teacher)
+    except Exception as error:
+        log.debug("recall failed", exc_info=True)
+        sample = session.samples[row]
+        return [_failure(plan, sample, choice, error) for choice in plan.choices(sample)]
+
+
 def _run_recall(
     plan: Plan, session: Session, records: RecordFile, row: int, teacher: list[int]
 ) -> list[Record]:
@@ -269,23 +293,29 @@ def _start(plan: Plan, sample: Sample, what: Setting | Choice | None) -> Record:
     }  # fmt: skip
     if not isinstance(what, Choice):
         record["setting"] = dataclasses.asdict(what) if what else None
-        record["label"] = str(what) if what else "dense"
+    record["label"] = "recall" if isinstance(what, Choice) else str(what) if what else "dense"
     return record
 
 
-def _record_failure(plan: Plan, records: RecordFile, sample: Sample, error: Exception) -> None:
+def _failure(plan: Plan, sample: Sample, what: Setting | Choice | None, error: Exception) -> Record:
     message = f"{type(error).__name__}: {error}"
+    return _start(plan, sample, what) | {"status": "failed", "error": message}
+
+
+def _record_failure(plan: Plan, records: RecordFile, sample: Sample, error: Exception) -> None:
+    """Nothing of this sample could be run."""
     for what in (None, *plan.settings):
         if not records.done(plan.key(sample, what)):
-            records.add(_start(plan, sample, what) | {"status": "failed", "error": message})
+            records.add(_failure(plan, sample, what, error))
 
 
-def samples_per_batch(decoder_bytes_per_token: int, tokens: int, tiers: int, memory: int) -> int:
+def samples_per_batch(kv_bytes_per_token: int, tokens: int, tiers: int, logits: int, memory: int) -> int:
     """How many samples of so many tokens may be held at once in `memory` bytes, at most 16.
 
-    Each is held once densely and once per block size, with sketches of up to the size of its keys for each.
+    Each is held once densely and once per block size, with sketches of up to its own size for each, and with
+    `logits` fp32 numbers of dense's distribution.
     """
-    per_sample = decoder_bytes_per_token * tokens * (1 + 2 * tiers)
+    per_sample = kv_bytes_per_token * tokens * (1 + 2 * tiers) + 4 * logits
     return max(1, min(16, memory // per_sample))
 
 
