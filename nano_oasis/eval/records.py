@@ -9,8 +9,8 @@ failed), error; then, where it went well,
     prompt_tokens, output_tokens, output, pieces     the greedy answer; pieces are its tokens' texts
     score                                            0 to 100; null without a known answer
     divergence                                       first token that differs from dense's; null: none does
-    kl, same_top                                     per teacher-forced step: nats, and whether the top token
-    agrees hit_rate, wait_share, batch                      of all samples decoded together (batch: how many)
+    kl, same_top                                     per teacher-forced step: nats; is dense's top token ours
+    hit_rate, skipped, wait_share, batch             of all samples decoded together (batch: how many)
     budget_tokens, device_bytes, dense_bytes         of this request at the end, sketches included
 
 and of a `recall` record: key, kind, group, context, index, choice, budget (as asked for), and Recall's

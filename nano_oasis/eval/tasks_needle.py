@@ -78,10 +78,10 @@ def passkey(rng: random.Random, context: int) -> Draft:
         text = place(w.noise_words(0, units), [needle], [depth])
         return (
             "Important information is hidden in a lot of irrelevant text. Find it and memorise it.\n\n"
-            f"{text}\n\nWhat is the pass key?"
+            f"{text}\n\nWhich number is the pass key mentioned in the text?"
         )
 
-    return Draft(render, (number,), lead="The pass key is", max_new=16)
+    return Draft(render, (number,), lead="The pass key mentioned in the text is the number", max_new=16)
 
 
 def _task(name: str, about: str, draft: Callable[..., Draft], **parameters: object) -> Task:
