@@ -48,7 +48,8 @@ stroke: var(--line) } .axis { stroke: var(--soft) } .line { fill: none; stroke-w
   background: var(--c) } .dash { width: 16px; border-top: 2px dashed var(--c); vertical-align: middle }
 .wide { overflow-x: auto } table { border-collapse: collapse; font-size: 13px; width: 100% }
 th, td { padding: 3px 9px; text-align: right; border-bottom: 1px solid var(--line); white-space: nowrap }
-th { color: var(--soft); font-weight: 600 } th[colspan] { text-align: center } td.l, th.l { text-align: left } tr.first td { border-top: 2px
+th { color: var(--soft); font-weight: 600 } th[colspan] { text-align: center }
+  td.l, th.l { text-align: left } tr.first td { border-top: 2px
 solid var(--line) } .strip { font: 12.5px/1.75 ui-monospace, monospace; word-break: break-word; margin: 2px 0
 8px } .strip b { font: 600 12px system-ui, sans-serif; color: var(--soft); margin-right: 8px } .strip span {
 padding: 1px 0; border-radius: 2px; white-space: pre-wrap } .same { background: var(--good) } .other {
