@@ -201,7 +201,7 @@ class OasisView:
         )
         if counts[select.ASKS]:
             kv.fly(self._tickets(plane, rows, x.asks[:, : counts[select.ASKS]], mass, kv.step + 1))
-        out = self._decode(q, torch.from_numpy(table), torch.from_numpy(tokens), None, scale)
+        out = self._decode(q, torch.from_numpy(table), torch.from_numpy(tokens), None, scale, window)
         if window is None and options.audit_every and kv.step % options.audit_every == 0:
             self._audit(plane, q, x.read, scale)
         return out
