@@ -83,7 +83,7 @@ def test_filler_grows_to_the_last_unit(tokenizer):
     assert lengths[0] < lengths[1] < lengths[2] <= lengths[1] + 8
 
 
-@pytest.mark.parametrize("name", [n for n in TASKS if n not in ("records", "state")])
+@pytest.mark.parametrize("name", [n for n in TASKS if n != "state"])
 def test_answers_are_in_the_prompt(texts, name):
     sample, text = texts[name]
     assert sample.answers and all(text.count(a) for a in sample.answers)
@@ -143,8 +143,8 @@ def test_questions_have_one_answer(texts):
 
 def test_long_answers_are_what_the_text_says(texts):
     sample, text = texts["records"]
-    found = re.findall(r"Order (\d+): .*?, amount (\d+)\. Note", text)
-    assert tuple(f"{n}: {a}" for n, a in found) == sample.answers and len(found) == 24
+    found = re.findall(r"Order \d+: .*?, amount (\d+)\. Note", text)
+    assert tuple(found) == sample.answers and len(set(found)) == 24
     sample, text = texts["state"]
     final = dict(re.findall(r"Step \d+: the (\w+) is painted (\w+)\.", text))
     assert sample.answers == tuple(f"final: the {r} is {c}" for r, c in final.items())

@@ -37,12 +37,11 @@ def records(rng: random.Random, context: int) -> Draft:
         body = "\n".join(lines)
         return (
             f"Below are {count} orders.\n\n{body}\n\nList every order of the text, in the same order, one "
-            f'line each, in the form "Order number: amount".'
+            f'line each, in the form "Order number: amount", such as "Order 123: 4567".'
         )
 
-    # The number of an order stands before its amount, so a pair that is swapped does not count.
-    pairs = tuple(f"{n}: {a}" for n, a in zip(numbers, amounts, strict=True))
-    return Draft(render, pairs, lead="Order", max_new=16 * count)
+    # Amounts alone: no two are equal, and a reply that copies whole records has found them too.
+    return Draft(render, tuple(amounts), lead="Order", max_new=16 * count)
 
 
 def updates(rng: random.Random, context: int) -> Draft:
