@@ -37,9 +37,9 @@ def _vector(b: Any, start: ir.Value, d: ir.Value) -> ir.Value:
 def make_score_tile(heads: int) -> Callable[..., Any]:
     """tile(q, g, k, block, ahead, t, last, h, scores, at) scores 4 tokens with `heads` queries.
 
-    scores[g + i, at + j] = q[g + i] . k[block, t + j, h] for i < heads, j < 4; a token past `last` is the last
-    one again. The same tokens of block `ahead` are fetched. q fp32 [Hq, D], k fp32 [N, B, H, D], scores fp32
-    [Hq, W]; D a multiple of 16.
+    scores[g + i, at + j] = q[g + i] . k[block, t + j, h] for i < heads, j < 4; a token past `last` is the
+    last one again. The same tokens of block `ahead` are fetched. q fp32 [Hq, D], k fp32 [N, B, H, D], scores
+    fp32 [Hq, W]; D a multiple of 16.
     """
 
     @intrinsic

@@ -100,8 +100,8 @@ def make_code_tile(heads: int, forced_features: set[str] | None = None) -> Calla
     i < heads, for tokens t .. t + 15 of KV head h of `block`; the same of block `ahead` is fetched, as the
     hardware cannot know where it is. codes uint8 [N, H, D / 2, B] (channel c in the low bits of row c,
     c + D / 2 in the high ones), base and step float16 as uint16 [N, H, B], query [Hq, D] int8 as int32
-    [Hq, D / 4], factors fp32 [2, Hq] (the sum of the query; its scale), out fp32 [heads, ...]. D a multiple of
-    8, B of 16.
+    [Hq, D / 4], factors fp32 [2, Hq] (the sum of the query; its scale), out fp32 [heads, ...]. D a multiple
+    of 8, B of 16.
     """
 
     @intrinsic

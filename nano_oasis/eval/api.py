@@ -1,0 +1,181 @@
+"""run(): from names and numbers to a Result.
+
+Owns: the options of an evaluation, their checks, and the order of loading.
+Must not know: argparse, terminals, how a sample is decoded.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+import nano_oasis
+from nano_oasis.config import ConfigError, ModelConfig
+from nano_oasis.eval.data import data_samples, read_data
+from nano_oasis.eval.decoder import Decoder
+from nano_oasis.eval.records import RecordFile
+from nano_oasis.eval.results import Result
+from nano_oasis.eval.settings import Setting, make_settings
+from nano_oasis.eval.sweep import Plan, model_salt, run_plan, samples_per_batch
+from nano_oasis.eval.tasks import choose_tasks, make_sample
+from nano_oasis.tokenizer import Tokenizer, load_tokenizer
+from nano_oasis.weights import load_config, resolve_model
+
+Progress = Callable[[str, int, int], None]
+_DEFAULT = Setting()
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+
+
+def run(
+    model: str = "smollm2",
+    *,
+    tasks: str | Sequence[str] = (),
+    data: str | Path | Sequence[str | Path] = (),
+    context: int | Sequence[int] = 4000,
+    samples: int = 20,
+    budget: int | str | Sequence[int | str] = _DEFAULT.budget,
+    selector: str | Sequence[str] = _DEFAULT.selector,
+    predictor: str | Sequence[str] = _DEFAULT.predictor,
+    miss_policy: str | Sequence[str] = _DEFAULT.miss_policy,
+    block: int | Sequence[int] = _DEFAULT.block,
+    head_groups: int | Sequence[int] = _DEFAULT.head_groups,
+    seed: int = 0,
+    steps: int = 64,
+    max_new_tokens: int | None = None,
+    batch: int | None = None,
+    dtype: str = "float32",
+    threads: int = 0,
+    output: str | Path | None = None,
+    progress: Progress | None = None,
+    loading: Progress | None = None,
+) -> Result:
+    """Evaluate a model's oasis mode against its dense mode; every option that takes a list is swept.
+
+    tasks: names or groups (niah, ruler, all). data: text files, folders, or JSONL files of prompts. context:
+    in tokens, answer included (of a text: before the first step). samples: per task and context. budget:
+    tokens, or a share of the context such as "1/8". steps: teacher-forced tokens per sample, for KL and
+    recall. max_new_tokens: instead of a task's own; of data's replies, 64. batch: samples decoded together;
+    by default what a third of the memory holds, at most 16. threads: 0 = all cores. output: a folder; what is
+    already in its results.jsonl is not done again, and eval.json and report.html are written there.
+    progress(what, done, total) is called as records are made, loading(part, done, total) before.
+
+    Raises ConfigError, TaskError or DataError for what cannot be run, weights.CheckpointError and
+    tokenizer.TokenizerError for a model that cannot be loaded. A sample that fails is in the result's
+    `failed`.
+    """
+    settings = make_settings(
+        _list(budget), _list(selector), _list(predictor), _list(miss_policy), _list(block), _list(head_groups)
+    )
+    _check_numbers(samples=samples, steps=steps, max_new_tokens=max_new_tokens, batch=batch)
+    if dtype not in DTYPES:
+        raise ConfigError(f"dtype: must be one of {', '.join(DTYPES)}, got {dtype!r}")
+    chosen = choose_tasks(_list(tasks))
+    texts = [read_data(path) for path in _list(data)]
+    names = [t.name for t in chosen] + [t.name for t in texts]
+    if not names:
+        raise ConfigError("nothing to evaluate: give tasks (such as ruler), data, or both")
+    twice = next((n for n in names if names.count(n) > 1), None)
+    if twice:
+        raise ConfigError(f"data: two sources are called {twice!r}; rename one")
+    torch.set_num_threads(threads or os.cpu_count() or 1)
+    path = resolve_model(model)
+    config = load_config(path)
+    contexts = _contexts(_list(context), config, steps if any(t.text for t in texts) else 0)
+    _check_settings(settings, config)
+    tokenizer = load_tokenizer(path)
+    made = [
+        make_sample(task, tokenizer, length, i, seed, max_new_tokens)
+        for task in chosen for length in contexts for i in range(samples)
+    ]  # fmt: skip
+    for text in texts:
+        made += data_samples(
+            text, tokenizer, contexts, samples, steps, max_new_tokens or 64, config.max_position
+        )
+    longest = max(len(s.ids) + max(s.max_new, len(s.teacher)) for s in made) + 1
+    batch = batch or samples_per_batch(
+        config.kv_bytes_per_token(DTYPES[dtype].itemsize), longest, len({s.block for s in settings}),
+        steps * config.vocab_size, _memory() // 3,
+    )  # fmt: skip
+    salt = model_salt(config, _sizes(path), DTYPES[dtype], nano_oasis.__version__)
+    plan = Plan(made, settings, steps, batch, salt)
+    folder = Path(output) if output is not None else None
+    records = RecordFile(folder)
+    if not all(map(records.done, plan.keys)):
+        report = loading or (lambda what, done, total: None)
+        decoder = Decoder.load(
+            path, tokenizer, min(longest, config.max_position), DTYPES[dtype],
+            lambda done, total: report("weights", done, total),
+        )  # fmt: skip
+        run_plan(plan, decoder, records, progress or (lambda what, done, total: None))
+    meta = _meta(model, config, plan, dtype, seed, contexts, samples, tokenizer)
+    result = Result(meta, records.take(plan.keys))
+    if folder is not None:
+        result.save(folder)
+    return result
+
+
+def _meta(
+    model: str, config: ModelConfig, plan: Plan, dtype: str, seed: int, contexts: list[int], samples: int,
+    tokenizer: Tokenizer,
+) -> dict[str, Any]:  # fmt: skip
+    return {
+        "model": Path(model).name if Path(model).exists() else model, "family": config.family,
+        "layers": config.num_layers, "kv_heads": config.num_kv_heads,
+        "head_dim": config.head_dim, "dtype": dtype, "seed": seed, "contexts": contexts, "samples": samples,
+        "steps": plan.steps, "batch": plan.batch, "settings": [vars(s) for s in plan.settings],
+        "chat_template": tokenizer.chat_template is not None, "version": nano_oasis.__version__,
+    }  # fmt: skip
+
+
+def _list(value: Any) -> list[Any]:
+    """A list of one, or of many; text with commas counts as many."""
+    if isinstance(value, str):
+        return [part.strip() for part in value.split(",") if part.strip()]
+    return list(value) if isinstance(value, (list, tuple)) else [value]
+
+
+def _check_numbers(**numbers: int | None) -> None:
+    for name, value in numbers.items():
+        if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < 1):
+            raise ConfigError(f"{name}: must be a whole number of at least 1, got {value!r}")
+
+
+def _contexts(values: list[int], config: ModelConfig, steps: int) -> list[int]:
+    """Checked against the model's context, of which `steps` tokens are needed beside."""
+    found = []
+    for value in values:
+        try:
+            length = int(value)
+        except ValueError:
+            length = 0
+        if length < 16:
+            raise ConfigError(f"context: must be whole numbers of at least 16 tokens, got {value!r}")
+        if length + steps > config.max_position:
+            beside = f" less the {steps} of --steps" if steps else ""
+            raise ConfigError(
+                f"context: {length} tokens are more than the model's {config.max_position}{beside}"
+            )
+        found.append(length)
+    return list(dict.fromkeys(found))
+
+
+def _check_settings(settings: list[Setting], config: ModelConfig) -> None:
+    for setting in settings:
+        if config.num_kv_heads % setting.head_groups:
+            raise ConfigError(
+                f"head_groups: {setting.head_groups} does not divide the model's "
+                f"{config.num_kv_heads} KV heads"
+            )
+
+
+def _sizes(path: Path) -> list[tuple[str, int]]:
+    files = sorted(path.iterdir()) if path.is_dir() else [path]
+    return [(f.name, f.stat().st_size) for f in files if f.is_file()]
+
+
+def _memory() -> int:
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
