@@ -102,7 +102,7 @@ def test_pressure_is_real(session):
         for request in requests:
             seat = kv.seats[request.id]
             assert not seat.dense and seat.budget == 6
-        held = int((kv.residency.slot_of >= 0).sum()) + len(kv._flying)
+        held = int((kv.residency.slot_of >= 0).sum()) + len(kv.flights)
         assert held <= kv.pool.num_slots - kv.reserve + kv.planes * len(rows)
         assert kv.pool.num_slots == kv.reserve + sum(s.floor for s in kv.seats.values())
     assert all(outputs)
