@@ -177,7 +177,7 @@ def test_fourbit_logits_equal_the_gathered_ones(dim: int, size: int, group: int,
             want.amax(-1, keepdim=True) - 80
         )  # what receives less than e**-80 of the mass is not told apart
         error = torch.maximum(got, floor) - torch.maximum(want, floor)
-        assert (error.abs() <= 1e-5 * (1 + want.abs()))[want > -torch.inf].all()
+        assert (error.abs() <= 3e-4 + 1e-5 * want.abs())[want > -torch.inf].all()
         mass = selector.score_at(q, slabs, table, counts, 1.0, part)  # [R, H, M]
         each = torch.softmax(got, -1).nan_to_num(0.0)
         assert torch.equal(mass, each.view(5, -1, group, 30).mean(2)) and not mass[1].any()
@@ -203,7 +203,7 @@ def test_every_float16_is_read_right() -> None:
     got = cpu_sketch.fourbit_logits(q, codes, base, torch.zeros_like(base), table, torch.tensor([len(base)]))
     want = torch.logsumexp(base[:, 0].float() / 1000, -1)
     finite = base[:, 0].float().isfinite().all(1)
-    torch.testing.assert_close(got[0, 0][finite], want[finite], atol=1e-6, rtol=2e-6)
+    torch.testing.assert_close(got[0, 0][finite], want[finite], atol=3e-4, rtol=2e-6)
     assert not got[0, 0][~finite].isfinite().any() and finite.sum() == 2**12 - 128
 
 

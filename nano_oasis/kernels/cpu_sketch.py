@@ -18,11 +18,11 @@ from torch import Tensor
 from nano_oasis.kernels.simd import (
     LANES,
     add,
-    exp,
     jit,
     larger,
     largest_lane,
     load,
+    rough_exp,
     splat,
     store_sums,
 )
@@ -181,10 +181,10 @@ def _soften(logits, count, size, out, chunk, tops):  # type: ignore[no-untyped-d
         last = count - 1
         i1, i2, i3 = min(i + 1, last), min(i + 2, last), min(i + 3, last)  # or the last one again
         for t in range(0, size, LANES):
-            a = add(a, exp(add(load(logits, i * size + t), minus)))
-            b = add(b, exp(add(load(logits, i1 * size + t), minus)))
-            c = add(c, exp(add(load(logits, i2 * size + t), minus)))
-            d = add(d, exp(add(load(logits, i3 * size + t), minus)))
+            a = add(a, rough_exp(add(load(logits, i * size + t), minus)))
+            b = add(b, rough_exp(add(load(logits, i1 * size + t), minus)))
+            c = add(c, rough_exp(add(load(logits, i2 * size + t), minus)))
+            d = add(d, rough_exp(add(load(logits, i3 * size + t), minus)))
         store_sums(logits, 0, a, b, c, d)  # whose first values are no longer needed
         for j in range(min(4, count - i)):
             out[first + i + j] = logits[j]

@@ -218,6 +218,17 @@ def store_sums(_: Any, array: Any, i: Any, w: Any, x: Any, y: Any, z: Any) -> An
 @intrinsic
 def exp(_: Any, x: Any) -> Any:
     """e**x for x <= 0, within 3e-7 of it; below -87 as at -87, which is 1.6e-38. NaN gives NaN."""
+    return _exp((1 / 5040, 1 / 720, 1 / 120, 1 / 24, 1 / 6, 1 / 2, 1, 1))
+
+
+@intrinsic
+def rough_exp(_: Any, x: Any) -> Any:
+    """As exp, within 2e-4 of it: enough for ranking, and a quarter faster."""
+    return _exp((0.16778198, 0.50430453, 0.99997126, 0.99994823))
+
+
+def _exp(powers: Sequence[float]) -> Any:
+    """e**x, powers: a polynomial for it between -ln 2 / 2 and ln 2 / 2, highest first."""
 
     def emit(context: Any, b: Any, signature: Any, args: Any) -> Any:
         def scaled_add(p: ir.Value, q: ir.Value, r: ir.Value) -> ir.Value:
@@ -230,10 +241,10 @@ def exp(_: Any, x: Any) -> Any:
         f = b.sitofp(n, _VEC)
         r = scaled_add(f, _all(-0.693359375), x)  # ln 2 in two parts: n times the first is exact
         r = scaled_add(f, _all(2.12194440e-4), r)
-        p = _all(1 / 5040)
-        for factorial in (720, 120, 24, 6, 2, 1, 1):
-            p = scaled_add(p, r, _all(1 / factorial))
-        power = b.shl(b.add(n, _all_int(127)), _all_int(23))  # the bits of 2**n
-        return b.fmul(p, b.bitcast(power, _VEC))
+        p = _all(powers[0])
+        for power in powers[1:]:
+            p = scaled_add(p, r, _all(power))
+        two_to_n = b.shl(b.add(n, _all_int(127)), _all_int(23))
+        return b.fmul(p, b.bitcast(two_to_n, _VEC))
 
     return vector(vector), emit

@@ -14,6 +14,7 @@ from nano_oasis.memory.residency import EMPTY, Residency
 from nano_oasis.memory.seat import Seat
 from nano_oasis.memory.tickets import Key, Ticket
 
+HAND_OVER = 128  # tickets
 WAIT_S = 30.0  # a fetch that takes longer than this is given up and treated as a miss
 
 
@@ -25,13 +26,25 @@ class Flights:
     ) -> None:
         self.coordinator, self.residency, self.seats, self.groups = coordinator, residency, seats, groups
         self.step = 0  # the current one, for the age of what arrives
+        self._ready: list[Ticket] = []
         self._flying: dict[Key, Ticket] = {}
 
     def __len__(self) -> int:
-        return len(self._flying)
+        return len(self._flying) + len(self._ready)
 
     def start(self, tickets: Sequence[Ticket]) -> None:
-        """Submit tickets whose slots are claimed; those the coordinator refuses lose them."""
+        """Tickets for the next step, whose slots are claimed; those the coordinator refuses lose them.
+
+        They are handed over some layers at a time: each time wakes the coordinator's thread, and there is a
+        whole step's time.
+        """
+        self._ready += tickets
+        if len(self._ready) >= HAND_OVER:
+            self.flush()
+
+    def flush(self) -> None:
+        """Hand over what start() has kept back."""
+        tickets, self._ready = self._ready, []
         self._drop(self._submit(tickets))
 
     def start_and_wait(self, tickets: Sequence[Ticket], keys: Sequence[Key]) -> None:
@@ -49,6 +62,7 @@ class Flights:
                 return self._drop(tickets)
 
     def wait_for_all(self) -> None:
+        self.flush()
         self.coordinator.wait(list(self._flying.values()), WAIT_S)
         self.land()
 

@@ -133,6 +133,7 @@ class OasisKV:
         self.step += 1
         self._pace(len(rows))
         self.flights.step = self.step
+        self.flights.flush()  # of a step that failed half way
         self.flights.land()
         for row in rows:
             seat = self.seats[row.request.id]

@@ -295,7 +295,8 @@ class OasisView:
                 kv.raise_budget(seat)
 
     def close(self) -> None:
-        """The step is over: add up what it met."""
+        """The step is over: order what the next one should find, add up what this one met."""
+        self.kv.flights.flush()
         stats, counts = self.kv.stats, self.counts
         stats.hits += int(counts[select.HITS])
         stats.misses += int(counts[select.MISSES])
