@@ -289,6 +289,7 @@ class Engine:
             stop_reason=request.stop_reason,
             error=request.error,
             num_cached_tokens=request.num_cached,
+            kv_bytes=request.kv_bytes if request.finished else None,
             prompt_logprobs=prompt_logprobs,
         )
         self._events.append((request.sink, event))

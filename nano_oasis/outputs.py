@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from numbers import Integral
 
-from nano_oasis.request import RequestError, TokenEvent, TokenLogprob
+from nano_oasis.request import RequestError, TokenEvent, TokenLogprob, add_kv_bytes
 from nano_oasis.tokenizer import Tokenizer
 
 
@@ -52,6 +52,7 @@ class RequestOutput:
     prompt_logprobs: list[LogprobDict | None] | None = None
     finished: bool = False
     num_cached_tokens: int = 0
+    kv_bytes: tuple[int, int] | None = None  # oasis: device and host bytes held at the end, of all choices
 
 
 class GenerationError(RuntimeError):
@@ -83,6 +84,8 @@ class OutputBuilder:
             ]
         if event.finish_reason is not None:
             out.finish_reason, out.stop_reason = event.finish_reason, event.stop_reason
+        if event.kv_bytes is not None:
+            self.result.kv_bytes = add_kv_bytes(self.result.kv_bytes, event.kv_bytes)
         self.result.num_cached_tokens = max(self.result.num_cached_tokens, event.num_cached_tokens)
         self.result.finished = all(o.finished() for o in self.result.outputs)
 
@@ -97,7 +100,7 @@ class OutputBuilder:
         ]  # fmt: skip
         return RequestOutput(
             r.request_id, r.prompt, list(r.prompt_token_ids), outputs, r.prompt_logprobs, r.finished,
-            r.num_cached_tokens,
+            r.num_cached_tokens, r.kv_bytes,
         )  # fmt: skip
 
     def _as_dict(self, item: TokenLogprob) -> LogprobDict:

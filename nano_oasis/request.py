@@ -156,7 +156,14 @@ class TokenEvent:
     stop_reason: int | str | None = None  # the stop token id or string that ended it
     error: str | None = None
     num_cached_tokens: int = 0
+    kv_bytes: tuple[int, int] | None = None  # on the device and in the host tier, with the last event
     prompt_logprobs: tuple[TokenLogprob | None, ...] | None = None
+
+
+def add_kv_bytes(total: tuple[int, int] | None, more: tuple[int, int]) -> tuple[int, int]:
+    """Of several choices: (device, host)."""
+    device, host = total or (0, 0)
+    return device + more[0], host + more[1]
 
 
 _next_id = iter(range(1, 2**62)).__next__
@@ -185,6 +192,7 @@ class Request:
     num_hashed: int = 0  # leading full blocks already published to the prefix index
     num_cached: int = 0  # prompt tokens found in the prefix cache at first admission
     num_preemptions: int = 0
+    kv_bytes: tuple[int, int] | None = None  # device, host: what it held when it last left the device
     finish_reason: str | None = None
     stop_reason: int | str | None = None
     error: str | None = None

@@ -265,6 +265,17 @@ def test_silent_events_make_no_chunk() -> None:
     assert len(reply.chunks({0: TokenEvent(0, "", (65,), finish_reason="length")})) == 1
 
 
+def test_usage_adds_up_the_kv_bytes_of_all_choices_where_there_are_two_tiers() -> None:
+    reply = api.ChatReply(chat(n=2), "m", TOKENIZER, [[1]])
+    reply.chunks(
+        {0: TokenEvent(0, "x", (65,)), 1: TokenEvent(1, "y", (66,), finish_reason="stop", kv_bytes=(10, 300))}
+    )
+    assert reply.usage()["kv_bytes"] == {"device": 10, "host": 300}
+    reply.chunks({0: TokenEvent(0, "x", (65,), finish_reason="stop", kv_bytes=(1, 20))})
+    assert reply.usage()["kv_bytes"] == {"device": 11, "host": 320}
+    assert "kv_bytes" not in api.ChatReply(chat(n=2), "m", TOKENIZER, [[1]]).usage()
+
+
 def test_cached_tokens_are_those_of_each_prompts_first_choice() -> None:
     reply = api.CompletionReply(
         completion(n=2, prompt=["a", "b"]), "m", TOKENIZER, [[1] * 9, [2] * 5], ["", ""]

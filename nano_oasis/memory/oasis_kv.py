@@ -88,8 +88,10 @@ class OasisKV:
 
     def leave(self, request: Request) -> None:
         """Finished, aborted or preempted: cancel its tickets, free its slots (those in flight follow)."""
-        seat = self.seats.pop(request.id, None)
+        seat = self.seats.get(request.id)
         if seat is not None:
+            request.kv_bytes = self.device_bytes(request), seat.sealed * self.host.bytes_per_block
+            del self.seats[request.id]
             self.coordinator.cancel(request.id)
             self.residency.leave(seat.index)
 

@@ -12,7 +12,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from nano_oasis.openai_api.parse import Call
-from nano_oasis.request import TokenEvent, TokenLogprob
+from nano_oasis.request import TokenEvent, TokenLogprob, add_kv_bytes
 
 if TYPE_CHECKING:
     from nano_oasis.tokenizer import IncrementalDecoder, Tokenizer
@@ -38,6 +38,7 @@ def join_events(events: Sequence[TokenEvent]) -> TokenEvent:
         stop_reason=last.stop_reason,
         error=last.error,
         num_cached_tokens=last.num_cached_tokens,
+        kv_bytes=last.kv_bytes,
         prompt_logprobs=with_prompt[0] if with_prompt else None,
     )
 
@@ -55,6 +56,7 @@ class Reply:
         self.created = int(time.time())
         self.model = model
         self._completion_tokens = 0
+        self._kv_bytes: tuple[int, int] | None = None
         self._cached: dict[int, int] = {}  # prompt -> tokens its first choice found in the cache
         self._prompt_logprobs: dict[int, Sequence[TokenLogprob | None]] = {}
 
@@ -82,16 +84,21 @@ class Reply:
 
     def usage(self) -> Json:
         prompt = sum(map(len, self.prompts))
-        return {
+        counts: Json = {
             "prompt_tokens": prompt,
             "completion_tokens": self._completion_tokens,
             "total_tokens": prompt + self._completion_tokens,
             "prompt_tokens_details": {"cached_tokens": sum(self._cached.values())},
         }
+        if self._kv_bytes is not None:
+            counts["kv_bytes"] = dict(zip(("device", "host"), self._kv_bytes, strict=True))
+        return counts
 
     def _note(self, index: int, event: TokenEvent) -> TokenEvent:
         """Count what the usage and the other choices of the same prompt need."""
         self._completion_tokens += len(event.token_ids)
+        if event.kv_bytes is not None:
+            self._kv_bytes = add_kv_bytes(self._kv_bytes, event.kv_bytes)
         prompt, sample = divmod(index, self.call.params.n)
         if sample == 0:
             self._cached[prompt] = event.num_cached_tokens
