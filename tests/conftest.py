@@ -1,9 +1,32 @@
-"""What must be set before any test module is imported."""
+"""What must be set before any test module is imported, and what the kernels' tests share."""
 
 import os
 
+import numpy as np
+import pytest
 import torch
 
 # Without a GPU the Triton kernels run in Triton's interpreter. It reads this once, when it is imported.
 if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")
+
+
+@pytest.fixture
+def bfloat16_products(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Triton's interpreter keeps bfloat16 as bit patterns and would multiply those (its issue 11584)."""
+    if torch.cuda.is_available():
+        return
+    import triton.language as tl
+    from triton.runtime import interpreter
+
+    original = interpreter.InterpreterBuilder.create_dot
+
+    def widen(x: interpreter.TensorHandle) -> interpreter.TensorHandle:
+        if x.dtype.scalar != tl.bfloat16:
+            return x
+        return interpreter.TensorHandle((x.data.astype(np.uint32) << 16).view(np.float32), tl.float32)
+
+    def create_dot(self, a, b, *rest):
+        return original(self, widen(a), widen(b), *rest)
+
+    monkeypatch.setattr(interpreter.InterpreterBuilder, "create_dot", create_dot)

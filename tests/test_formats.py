@@ -5,7 +5,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from nano_oasis.memory.formats import DTYPES, KEYS, VALUES, HostTierError, _round_up, make_format, part_bytes
+from nano_oasis.kernels.reference_blocks import round_up
+from nano_oasis.memory.formats import DTYPES, KEYS, VALUES, HostTierError, make_format, part_bytes
 
 B, H, D = 16, 3, 64
 AXES = {"keys": KEYS, "values": VALUES}
@@ -80,12 +81,12 @@ def test_int8_refuses_what_it_cannot_hold(dtype, bad):
 
 
 @given(st.floats(min_value=2.0**-100, max_value=2.0**120, width=32))
-def test_round_up_is_the_next_bfloat16(value):
+def testround_up_is_the_next_bfloat16(value):
     x = torch.tensor(value)
-    up = _round_up(x)
+    up = round_up(x)
     assert up.float() >= x
     assert up.float() <= x * (1 + 2**-7)
-    assert _round_up(up.float()) == up
+    assert round_up(up.float()) == up
 
 
 def test_parts_describe_what_encode_makes_and_heads_are_in_the_middle():

@@ -8,8 +8,9 @@ import pytest
 import torch
 from host_tier_cases import CONFIG, B, D, H, L, create, ids, kv
 
+from nano_oasis.kernels.reference_blocks import runs
 from nano_oasis.memory.formats import DTYPES, HostTierError
-from nano_oasis.memory.host_tier import _runs, num_blocks_for
+from nano_oasis.memory.host_tier import num_blocks_for
 
 CUDA = pytest.param("cuda", marks=pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU"))
 
@@ -133,11 +134,11 @@ def test_nothing_to_do_is_done():
         tier.load_into(0, ids(), ids(), torch.zeros(3, B, H, D), torch.zeros(3, B, H, D))
 
 
-def test_runs():
-    assert list(_runs([7, 8, 9, 4])) == [(0, 3), (3, 4)]
-    assert list(_runs([7, 8, 9, 4], [1, 2, 4, 5])) == [(0, 2), (2, 3), (3, 4)]
-    assert list(_runs([3, 2, 1])) == [(0, 1), (1, 2), (2, 3)]
-    assert list(_runs([])) == []
+def testruns():
+    assert list(runs([7, 8, 9, 4])) == [(0, 3), (3, 4)]
+    assert list(runs([7, 8, 9, 4], [1, 2, 4, 5])) == [(0, 2), (2, 3), (3, 4)]
+    assert list(runs([3, 2, 1])) == [(0, 1), (1, 2), (2, 3)]
+    assert list(runs([])) == []
 
 
 # --- size -------------------------------------------------------------------------------------------

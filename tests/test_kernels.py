@@ -6,7 +6,6 @@ import subprocess
 import sys
 from dataclasses import replace
 
-import numpy as np
 import pytest
 import torch
 from kernel_cases import DECODE, PREFILL, SCALE, TOLERANCE, Case, Inputs, build, dense
@@ -19,27 +18,7 @@ from nano_oasis.kernels import triton_decode, triton_kv_write, triton_prefill  #
 GPU = torch.cuda.is_available()
 DEVICE = "cuda" if GPU else "cpu"
 DTYPES = [torch.float32, torch.float16, torch.bfloat16]
-
-
-@pytest.fixture(autouse=True)
-def bfloat16_products(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Triton's interpreter keeps bfloat16 as bit patterns and would multiply those (its issue 11584)."""
-    if GPU:
-        return
-    import triton.language as tl
-    from triton.runtime import interpreter
-
-    original = interpreter.InterpreterBuilder.create_dot
-
-    def widen(x: interpreter.TensorHandle) -> interpreter.TensorHandle:
-        if x.dtype.scalar != tl.bfloat16:
-            return x
-        return interpreter.TensorHandle((x.data.astype(np.uint32) << 16).view(np.float32), tl.float32)
-
-    def create_dot(self, a, b, *rest):
-        return original(self, widen(a), widen(b), *rest)
-
-    monkeypatch.setattr(interpreter.InterpreterBuilder, "create_dot", create_dot)
+pytestmark = pytest.mark.usefixtures("bfloat16_products")
 
 
 def near(got: torch.Tensor, want: torch.Tensor, tolerance: float) -> None:

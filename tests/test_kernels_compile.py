@@ -18,22 +18,36 @@ def run(*arguments: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(command, env=ENV, capture_output=True, text=True, timeout=300)
 
 
+EVERY = ["cuda:80", "cuda:90", "cuda:100", "hip:gfx942"]
+ATTENTION = ["prefill", "decode split", "decode whole", "merge", "kv_write"]
+WINDOW = ["prefill window", "decode split window", "decode whole window", "merge", "kv_write"]
+OASIS = ["sketch_build", "sketch_logits", "top_blocks", "gather whole", "gather heads"]
+OASIS += [f"{verb} {side}" for verb in ("quantise", "dequantise") for side in ("keys", "values")]
+
+
 @pytest.mark.parametrize(
-    "targets, options, label",
+    "kernels, targets, options",
     [
-        (["cuda:80", "cuda:90", "cuda:100", "hip:gfx942"], "--dim 64 --dtype bf16 --window 512", " window"),
-        (["cuda:80", "hip:gfx942"], "--dim 80 --dtype fp16 --window 0 --heads 6 --kv-heads 2", ""),
+        (WINDOW, EVERY, "--kernels attention --dim 64 --dtype bf16 --window 512"),
+        (
+            ATTENTION,
+            ["cuda:80", "hip:gfx942"],
+            "--kernels attention --dim 80 --dtype fp16 --window 0 --heads 6 --kv-heads 2",
+        ),
+        (OASIS, EVERY, "--kernels oasis --dim 96 --dtype bf16"),
+        (OASIS, ["cuda:80"], "--kernels oasis --dim 256 --dtype fp32 --block 32 --heads 24 --kv-heads 1"),
     ],
-    ids=["every target", "padded head size"],
+    ids=["every target", "padded head size", "oasis, every target", "oasis, the most registers"],
 )
-def test_no_spills(targets: list[str], options: str, label: str) -> None:
-    """A part of the table that the command prints in full: 120 entries take minutes."""
+def test_no_spills(kernels: list[str], targets: list[str], options: str) -> None:
+    """A part of the table that the command prints in full: hundreds of entries take minutes."""
     done = run("-m", "nano_oasis.kernels.compile_check", "--target", *targets, *options.split())
     assert done.returncode == 0, done.stdout + done.stderr
     title, *table, verdict = done.stdout.strip().splitlines()
     assert title.split()[-len(targets) :] == targets
     assert verdict == "no spills, shared memory within limits"
-    for kernel in ("prefill" + label, "decode split" + label, "decode whole" + label, "merge", "kv_write"):
+    assert len(table) == len(kernels)
+    for kernel in kernels:
         (line,) = [row for row in table if row.startswith(f"{kernel} D=")]
         cells = re.findall(r"(\d+)/(\d+)/([\d.]+)", line)
         assert len(cells) == len(targets)

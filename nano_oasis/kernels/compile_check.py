@@ -1,6 +1,7 @@
 """Compiles every Triton kernel for GPUs that need not be present, and reads what it costs there.
 
     python -m nano_oasis.kernels.compile_check [--target cuda:90 ...] [--dim 64 ...] [--dtype bf16 ...]
+        [--kernels attention oasis]
 
 Owns: the list of variants, reading registers, spills and shared memory out of the binaries. Must not
 know: how the kernels are launched beyond their tile settings. Exit status 1 if anything spills.
@@ -23,6 +24,8 @@ from triton import knobs
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
+from nano_oasis.kernels.reference_blocks import SMALLEST_SCALE
+from nano_oasis.kernels.reference_sketch import SMALLEST_QUERY
 from nano_oasis.kernels.triton_common import Tiles
 from nano_oasis.kernels.triton_decode import (
     MAX_SPLITS,
@@ -32,9 +35,21 @@ from nano_oasis.kernels.triton_decode import (
     decode_tiles,
     merge_kernel,
 )
+from nano_oasis.kernels.triton_gather import gather_kernel, gather_tiles
 from nano_oasis.kernels.triton_kv_write import TILES as KV_WRITE_TILES
 from nano_oasis.kernels.triton_kv_write import kv_write_kernel
 from nano_oasis.kernels.triton_prefill import prefill_kernel, prefill_tiles
+from nano_oasis.kernels.triton_quant import TILES as QUANT_TILES
+from nano_oasis.kernels.triton_quant import dequantise_kernel, quantise_kernel
+from nano_oasis.kernels.triton_sketch import (
+    TILE_C,
+    build_tiles,
+    fourbit_build_kernel,
+    fourbit_logits_kernel,
+    logits_tiles,
+)
+from nano_oasis.kernels.triton_topk import TILES as TOPK_TILES
+from nano_oasis.kernels.triton_topk import top_blocks_kernel
 
 TARGETS = {
     "cuda:80": GPUTarget("cuda", 80, 32),
@@ -56,7 +71,7 @@ class Variant:
     name: str
     kernel: Any
     types: dict[str, str]  # every argument that is not a constant
-    constants: dict[str, int]
+    constants: dict[str, Any]
     options: dict[str, Any]
 
 
@@ -121,6 +136,52 @@ def variants(
     yield make("kv_write", kv_write_kernel, types, constants, KV_WRITE_TILES)
 
 
+def oasis_variants(
+    dim: int, dtype: str, heads: int = 32, kv_heads: int = 8, block_size: int = BLOCK_SIZE
+) -> Iterator[Variant]:
+    """What select_oasis_kernels has for a GPU, as its functions launch it for a model of this shape."""
+    size = DTYPES[dtype].itemsize
+    where = f" D={dim} B={block_size} {dtype}"
+    block = {"HEADS": kv_heads, "DIM": dim, "BLOCK_SIZE": block_size}
+    half, pad = triton.next_power_of_2(dim // 2), triton.next_power_of_2(dim)
+    data, sketch = "*" + dtype, {"codes_ptr": "*u8", "base_ptr": "*fp16", "step_ptr": "*fp16"}
+
+    types = {"k_ptr": data, **sketch}
+    constants: dict[str, Any] = {**block, "HALF_PAD": half}
+    tiles = build_tiles(half, block_size)
+    yield Variant("sketch_build" + where, fourbit_build_kernel, types, constants, tiles.options)
+
+    types = {"q_ptr": "*fp32", **sketch, "table_ptr": "*i64", "counts_ptr": "*i64", "out_ptr": "*fp32"}
+    types |= {"width": "i32", "first_head": "i32"}
+    tiles = logits_tiles(heads // kv_heads, block_size)
+    constants = {**block, "HEADS": heads, "KV_HEADS": kv_heads, "SLAB_HEADS": kv_heads}
+    constants |= {"TILE_M": tiles.m, "TILE_N": tiles.n, "TILE_C": TILE_C}
+    constants["SMALLEST"] = SMALLEST_QUERY
+    yield Variant("sketch_logits" + where, fourbit_logits_kernel, types, constants, tiles.options)
+
+    types = {"mass_ptr": "*fp32", "forced_ptr": "*u8", "valid_ptr": "*u8", "ids_ptr": "*i64"}
+    types |= {"width": "i32", "heads": "i32", "count": "i32"}
+    constants = {"MASKED": True, "TILE_M": TOPK_TILES.m, "TILE_N": TOPK_TILES.n}
+    yield Variant("top_blocks" + where, top_blocks_kernel, types, constants, TOPK_TILES.options)
+
+    row = kv_heads * dim
+    tiles = gather_tiles(block_size * row, size)
+    for label, group in ((" whole", 1), (" heads", 2)):  # whole blocks, and one of two head groups
+        types = {p + "_ptr": data for p in ("host_k", "host_v", "slot_k", "slot_v")}
+        types |= {"blocks_ptr": "*i64", "slots_ptr": "*i64"}
+        constants = {"BLOCK_STRIDE": block_size * row, "TOKEN_STRIDE": row, "ROW": row // group}
+        constants |= {"BLOCK_SIZE": block_size, "CHUNK": tiles.n}
+        yield Variant("gather" + label + where, gather_kernel, types, constants, tiles.options)
+
+    for label, per_channel in ((" keys", True), (" values", False)):
+        constants = {**block, "DIM_PAD": pad, "PER_CHANNEL": per_channel}
+        types = {"x_ptr": data, "codes_ptr": "*i8", "scale_ptr": "*i16", "limit": "fp32"}
+        small = {**constants, "SMALLEST": SMALLEST_SCALE}
+        yield Variant("quantise" + label + where, quantise_kernel, types, small, QUANT_TILES.options)
+        types = {"codes_ptr": "*i8", "scale_ptr": "*bf16", "out_ptr": data}
+        yield Variant("dequantise" + label + where, dequantise_kernel, types, constants, QUANT_TILES.options)
+
+
 def compile_variant(variant: Variant, target: str) -> Cost:
     """Compile for a target by name. Raises whatever Triton raises when it cannot."""
     names = variant.kernel.arg_names
@@ -167,6 +228,16 @@ def _amd_cost(assembly: str, shared: int) -> Cost:
     return Cost(field("vgpr_count"), max(spills, scratch), max(shared, field("group_segment_fixed_size")))
 
 
+def _asked_for(args: argparse.Namespace) -> Iterator[Variant]:
+    for dtype in args.dtype:
+        for dim in args.dim:
+            if "attention" in args.kernels:
+                yield from variants(dim, dtype, args.heads, args.kv_heads, args.window)
+            if "oasis" in args.kernels:
+                for block_size in args.block:
+                    yield from oasis_variants(dim, dtype, args.heads, args.kv_heads, block_size)
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m nano_oasis.kernels.compile_check", description=__doc__)
     parser.add_argument("--target", nargs="+", choices=list(TARGETS), default=list(TARGETS))
@@ -175,20 +246,22 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--heads", type=int, default=32)
     parser.add_argument("--kv-heads", type=int, default=8)
     parser.add_argument("--window", nargs="+", type=int, default=list(WINDOWS), help="tokens; 0 = none")
+    parser.add_argument(
+        "--kernels", nargs="+", choices=("attention", "oasis"), default=["attention", "oasis"]
+    )
+    parser.add_argument("--block", nargs="+", type=int, default=[BLOCK_SIZE], help="of the oasis kernels")
     args = parser.parse_args(argv)
     bad = 0
     print(f"{'registers / spilled bytes / shared KiB':<38}" + "".join(f"{t:>16}" for t in args.target))
-    for dtype in args.dtype:
-        for dim in args.dim:
-            for variant in variants(dim, dtype, args.heads, args.kv_heads, args.window):
-                cells = []
-                for target in args.target:
-                    cost = compile_variant(variant, target)
-                    wrong = cost.spills > 0 or cost.shared > SHARED_LIMIT[target]
-                    bad += wrong
-                    mark = "!" if wrong else ""
-                    cells.append(f"{mark}{cost.registers}/{cost.spills}/{cost.shared / 1024:.1f}")
-                print(f"{variant.name:<38}" + "".join(f"{c:>16}" for c in cells), flush=True)
+    for variant in _asked_for(args):
+        cells = []
+        for target in args.target:
+            cost = compile_variant(variant, target)
+            wrong = cost.spills > 0 or cost.shared > SHARED_LIMIT[target]
+            bad += wrong
+            mark = "!" if wrong else ""
+            cells.append(f"{mark}{cost.registers}/{cost.spills}/{cost.shared / 1024:.1f}")
+        print(f"{variant.name:<38}" + "".join(f"{c:>16}" for c in cells), flush=True)
     print(
         "no spills, shared memory within limits" if not bad else f"{bad} entries marked ! spill or do not fit"
     )

@@ -1,4 +1,4 @@
-"""Picks the attention kernels once, at start: compiled or torch on CPU, Triton on a GPU.
+"""Picks the kernels of a device once: compiled or torch on CPU, Triton on a GPU.
 
 Owns: that choice, and how one mixed batch is divided between decode and prefill. Must not know: the
 model, or how either backend works.
@@ -10,11 +10,12 @@ import logging
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from nano_oasis.kernels import reference, select
+from nano_oasis.kernels import reference, reference_blocks, reference_sketch, select
 from nano_oasis.kernels.batch import AttentionBatch
 
 log = logging.getLogger(__name__)
@@ -94,3 +95,65 @@ def select_kernels(device: torch.device | str, dtype: torch.dtype = torch.float3
     except ImportError as error:
         raise ValueError(f"device {str(device)!r} needs Triton (pip install triton): {error}") from error
     return Kernels("triton", write_kv, paged_decode, paged_prefill)
+
+
+@dataclass(frozen=True)
+class OasisKernels:
+    """What the oasis mode needs beside attention, of one backend.
+
+    The functions' contracts are those of their torch twins in reference_sketch.py and reference_blocks.py.
+    """
+
+    name: str
+    fourbit_build: Callable[[Tensor], tuple[Tensor, Tensor, Tensor]]
+    fourbit_logits: Callable[..., Tensor]
+    fourbit_mass: Callable[..., Tensor]
+    top_blocks: Callable[..., Tensor]
+    gather_blocks: Callable[..., None]
+    quantise: Callable[[Tensor, int], tuple[Tensor, Tensor]]
+    dequantise: Callable[[Tensor, Tensor, Tensor], None]
+
+
+@cache
+def select_oasis_kernels(kind: str) -> OasisKernels:
+    """By the type of the device that the tensors are on: `cuda` -> Triton, `cpu` -> torch, scoring by numba.
+
+    Raises ValueError for others. Which of them a step uses on a GPU is in docs/06-kernels.md.
+    """
+    if kind == "cpu":
+        return OasisKernels(
+            "torch", reference_sketch.fourbit_build, _cpu_logits, _cpu_mass, reference_sketch.top_blocks,
+            reference_blocks.gather_blocks, reference_blocks.quantise, reference_blocks.dequantise,
+        )  # fmt: skip
+    if kind != "cuda":
+        raise ValueError(f"no oasis kernels for device {kind!r}; use 'cpu' or 'cuda'")
+    try:
+        from nano_oasis.kernels.triton_gather import gather_blocks
+        from nano_oasis.kernels.triton_quant import dequantise, quantise
+        from nano_oasis.kernels.triton_sketch import fourbit_build, fourbit_logits, fourbit_mass
+        from nano_oasis.kernels.triton_topk import top_blocks
+    except ImportError as error:
+        raise ValueError(f"device {kind!r} needs Triton (pip install triton): {error}") from error
+    return OasisKernels(
+        "triton", fourbit_build, fourbit_logits, fourbit_mass, top_blocks, gather_blocks, quantise, dequantise
+    )
+
+
+def _cpu_sketch(q: Tensor, codes: Tensor) -> Any:
+    """The module that scores these tensors best: compiled, for the shapes that was written for."""
+    if numba_works():
+        from nano_oasis.kernels import cpu_sketch
+
+        if cpu_sketch.supports(q, codes):
+            return cpu_sketch
+    return reference_sketch
+
+
+def _cpu_logits(q: Tensor, codes: Tensor, *rest: Any) -> Tensor:
+    out: Tensor = _cpu_sketch(q, codes).fourbit_logits(q, codes, *rest)
+    return out
+
+
+def _cpu_mass(q: Tensor, codes: Tensor, *rest: Any) -> Tensor:
+    out: Tensor = _cpu_sketch(q, codes).fourbit_mass(q, codes, *rest)
+    return out

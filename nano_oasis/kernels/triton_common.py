@@ -1,4 +1,4 @@
-"""What the Triton kernels share: input checks, tile shapes, one step of the online softmax.
+"""What the Triton kernels share: input checks, tile shapes, one step of the online softmax, rounding.
 
 Owns: the limits of the Triton path and its launch settings. Must not know: which kernel calls.
 Only the other triton_* files import this one; importing it imports Triton.
@@ -42,15 +42,28 @@ class Tiles:
 def check_inputs(q: Tensor, k_cache: Tensor, v_cache: Tensor, window: int | None = None) -> None:
     """Refuse by name what the kernels do not handle. q is any [T, heads, D]; caches are [N, B, Hkv, D]."""
     check_shapes(q, k_cache, v_cache, window)
-    block_size, dim = k_cache.shape[1], k_cache.shape[3]
-    if block_size & (block_size - 1):
-        raise ValueError(f"block_size must be a power of two on a GPU, got {block_size}; use 16 or 32")
-    if dim > MAX_DIM:
-        raise ValueError(f"head sizes above {MAX_DIM} are not supported on a GPU, got {dim}")
+    check_block(k_cache.shape[1], k_cache.shape[3])
     if k_cache.dtype not in DTYPES or q.dtype not in DTYPES:
         raise ValueError(f"GPU dtypes are float32, float16 and bfloat16, got {q.dtype} and {k_cache.dtype}")
     if not k_cache.is_contiguous() or not v_cache.is_contiguous():
         raise ValueError("k_cache and v_cache must be contiguous")
+
+
+def check_block(block_size: int, dim: int) -> None:
+    """Raises ValueError for blocks that do not fit one tile of a kernel."""
+    if block_size & (block_size - 1):
+        raise ValueError(f"block_size must be a power of two on a GPU, got {block_size}; use 16 or 32")
+    if dim > MAX_DIM:
+        raise ValueError(f"head sizes above {MAX_DIM} are not supported on a GPU, got {dim}")
+
+
+@triton.jit
+def round_half_even(x):
+    """fp32, |x| < 2**22, to the nearest integer, ties to even: 1.5 * 2**23 leaves no room for a fraction.
+
+    Triton's language has no such function, and its libdevice ones differ from GPU to GPU.
+    """
+    return (x + 12582912.0) - 12582912.0
 
 
 @triton.jit

@@ -18,6 +18,8 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from nano_oasis.kernels.dispatch import select_oasis_kernels
+
 KEYS, VALUES = -3, -1  # the axis of [..., B, H, D] that shares a scale
 DTYPES = {torch.float32: "float32", torch.bfloat16: "bfloat16", torch.float16: "float16"}
 FORMATS = ("auto", "int8")
@@ -70,7 +72,6 @@ class Int8:
     """
 
     name = "int8"
-    _SMALLEST = 2.0**-100  # keeps scales and products clear of subnormal numbers
 
     def __init__(self, dtype: torch.dtype) -> None:
         self.dtype = dtype
@@ -80,23 +81,17 @@ class Int8:
         return [(shape, torch.int8), ((1, h, d) if axis == KEYS else (b, h, 1), torch.bfloat16)]
 
     def encode(self, x: Tensor, axis: int) -> list[Tensor]:
-        largest = x.abs().amax(axis, keepdim=True).float()
-        if not bool((largest <= 0.99 * torch.finfo(x.dtype).max).all()):  # false for NaN too
+        codes, scale = select_oasis_kernels(x.device.type).quantise(x, axis)
+        if bool(scale.isnan().any()):
             raise HostTierError(
                 "int8 KV: the block holds NaN, inf or a value beyond 99% of the range of "
                 f"{DTYPES[x.dtype]}; use --host-kv-format auto to store such blocks as they are"
             )
-        scale = _round_up((largest / 127).clamp(min=self._SMALLEST))
-        return [(x.float() / scale.float()).round_().to(torch.int8), scale]
+        return [codes, scale]
 
     def decode(self, parts: list[Tensor], out: Tensor) -> None:
         codes, scale = parts
-        torch.mul(codes, scale.float(), out=out)
-
-
-def _round_up(x: Tensor) -> Tensor:
-    """Positive finite fp32 -> the smallest bfloat16 that is not below it (bf16 = the upper 16 bits)."""
-    return ((x.view(torch.int32) + 0xFFFF) >> 16).to(torch.int16).view(torch.bfloat16)
+        select_oasis_kernels(out.device.type).dequantise(codes, scale, out)
 
 
 def make_format(name: str, dtype: torch.dtype) -> Format:

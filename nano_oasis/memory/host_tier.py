@@ -12,12 +12,12 @@ import math
 import mmap
 import os
 import zlib
-from collections.abc import Iterator, Sequence
 
 import torch
 from torch import Tensor
 
 from nano_oasis.config import ModelConfig, format_bytes
+from nano_oasis.kernels.reference_blocks import copy_rows, gather_blocks, runs
 from nano_oasis.memory.formats import DTYPES, KEYS, VALUES, Format, HostTierError, make_format, part_bytes
 from nano_oasis.memory.host_file import HEADER_BYTES, HostFile
 from nano_oasis.memory.pinning import Pinner
@@ -115,7 +115,7 @@ class HostTier:
                 encoded = self._form.encode(x[:, start : start + step], axis)
                 for slab, part in zip(self._slabs[axis], encoded, strict=True):
                     part = part.to("cpu")
-                    for i, j in _runs(chunk):
+                    for i, j in runs(chunk):
                         slab[layers, chunk[i] : chunk[i] + j - i].copy_(part[:, i:j])
 
     def load(
@@ -156,19 +156,21 @@ class HostTier:
         if len(slot_ids) != len(ids):
             raise HostTierError(f"{len(ids)} blocks cannot go to {len(slot_ids)} slots: one slot per block")
         shape = self._group(heads)
-        for axis, pool in ((KEYS, slot_keys), (VALUES, slot_values)):
+        for pool in (slot_keys, slot_values):
             self._check("slots to load into", pool, (len(pool), *shape))
-            parts = self._parts(axis, layer, heads)
-            if len(parts) == 1 and pool.device.type == "cpu":  # nothing to decode: one pass
-                _copy_rows(parts[0], ids, pool, slot_ids)
-                continue
+        held = {axis: self._parts(axis, layer, heads) for axis in (KEYS, VALUES)}
+        if len(held[KEYS]) == 1 and slot_keys.device.type == "cpu":  # nothing to decode: one pass
+            gather_blocks(held[KEYS][0], held[VALUES][0], slot_keys, slot_values, blocks, slots)
+            return
+        for axis, pool in ((KEYS, slot_keys), (VALUES, slot_values)):
+            parts = held[axis]
             step = max(1, _LOAD_CHUNK // (math.prod(shape) * self.dtype.itemsize))
             for i in range(0, len(ids), step):
                 part = slice(i, i + step)
                 decoded = pool.new_empty(len(ids[part]), *shape)
                 self._decode(parts, blocks[part], ids[part], decoded)
                 if pool.device.type == "cpu":
-                    _copy_rows(decoded, range(len(decoded)), pool, slot_ids[part])
+                    copy_rows(decoded, range(len(decoded)), pool, slot_ids[part])
                 else:
                     pool.index_copy_(0, slots[part].to(pool.device), decoded)
 
@@ -301,36 +303,12 @@ def _pages(size: int) -> int:
     return -(-size // _PAGE) * _PAGE
 
 
-def _runs(ids: Sequence[int], also: Sequence[int] | None = None) -> Iterator[tuple[int, int]]:
-    """Pieces of `ids` that are consecutive: [7, 8, 9, 4] -> (0, 3), (3, 4), as start and end index.
-
-    With `also`, of the same length, pieces that are consecutive in both.
-    """
-    start = 0
-    for i in range(1, len(ids) + 1):
-        if i == len(ids) or ids[i] != ids[i - 1] + 1 or (also and also[i] != also[i - 1] + 1):
-            yield start, i
-            start = i
-
-
-def _copy_rows(source: Tensor, rows: Sequence[int], target: Tensor, to: Sequence[int]) -> None:
-    """target[to[i]] = source[rows[i]], first dimensions of tensors on the CPU.
-
-    As bytes through numpy: one plain copy per run, where torch's index_copy_ walks element by element with
-    the index innermost (measured here at half the speed or less), and a torch slice costs more to make.
-    """
-    a, b = source.view(torch.uint8).numpy(), target.view(torch.uint8).numpy()
-    for start, end in _runs(rows, to):
-        n = end - start
-        b[to[start] : to[start] + n] = a[rows[start] : rows[start] + n]
-
-
 def _gather(part: Tensor, blocks: Tensor, ids: list[int], device: torch.device) -> Tensor:
     """part [N, b, h, d] in host memory -> the n blocks [n, b, h, d] on `device`."""
     if device.type == "cpu":
         return part.index_select(0, blocks)
     # A fresh tensor each time: nobody rewrites it while a copy is under way. One copy per run of blocks.
     out = torch.empty((len(ids), *part.shape[1:]), dtype=part.dtype, device=device)
-    for start, end in _runs(ids):
+    for start, end in runs(ids):
         out[start:end].copy_(part[ids[start] : ids[start] + end - start], non_blocking=True)
     return out
