@@ -322,7 +322,7 @@ def test_int8_host_tier_and_file_behind_the_engine(folders, tmp_path):
             again = llm.generate(prompts[0], GREEDY)[0]
             assert again.num_cached_tokens == 288  # found in the host tier
             device, host = again.kv_bytes  # 20 new tokens: 19 are computed
-            assert host == 319 // 16 * llm.engine.runner.kv.host.bytes_per_block and 0 < device
+            assert host == 319 // 16 * llm.engine.runner.kv.host.bytes_per_block and device > 0
     assert not list(tmp_path.glob("kv*"))
 
 
