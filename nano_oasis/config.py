@@ -158,7 +158,8 @@ class EngineConfig:
         choices=("previous", "current"),
     )  # fmt: skip
     miss_policy: str = _oasis(
-        "repair", "a wanted block that is late: wait for it, for the heavy ones only, or skip it",
+        "repair",
+        "a wanted block that is late: wait for it, or for the heavy ones, take its mean, or skip it",
         choices=MISS_POLICIES,
     )  # fmt: skip
     repair_threshold: float = _oasis(0.02, "repair waits above this share of the mass", low=0, high=1)

@@ -38,6 +38,7 @@ TIER_TOTALS = {
     "kv_block_misses": "blocks wanted and not resident",
     "kv_block_fetched_now": "missing blocks the step waited for",
     "kv_block_skipped": "missing blocks left out of attention",
+    "kv_block_estimated": "missing blocks whose means stood in for them",
     "kv_prefetch_completed": "blocks that arrived on the device",
     "kv_prefetch_failed": "copies that failed",
     "kv_prefetch_cancelled": "copies cancelled before they began",

@@ -17,7 +17,7 @@ MAX_STOP_STRINGS = 16
 MAX_LOGPROBS = 20
 MAX_N = 128
 KV_MODES = ("dense", "oasis")
-MISS_POLICIES = ("wait", "repair", "skip")
+MISS_POLICIES = ("wait", "repair", "estimate", "skip")
 
 
 class RequestError(ValueError):
@@ -56,7 +56,7 @@ class SamplingParams:
     skip_special_tokens: bool = True
     kv_mode: str | None = None  # dense or oasis; None = the engine's. The rest: kv_mode=oasis only
     kv_budget: int | None = None  # tokens attention reads per layer under pressure
-    miss_policy: str | None = None  # wait, repair or skip
+    miss_policy: str | None = None  # wait, repair, estimate or skip
 
     def __post_init__(self) -> None:
         self._number("temperature", 0.0, 100.0)

@@ -16,7 +16,7 @@ import numpy as np
 # partial), end of the sink, first of the recent blocks, budget in blocks, tokens in the newest block, what to
 # do on a miss.
 SEAT, FIRST, BLOCKS, SINK, RECENT, BUDGET, TAIL, POLICY = range(8)
-SKIP, REPAIR, WAIT = range(3)  # values of POLICY
+SKIP, REPAIR, WAIT, ESTIMATE = range(4)  # values of POLICY; for the choice the last is as the first
 EMPTY, FLYING = -1, -2  # values of slot_of: not on the device; on its way
 HITS, MISSES, SKIPPED, ASKS = range(4)  # of `counts`
 ROW, POSITION, SLOT = range(3)  # rows of `asks`, int32 [3, most]

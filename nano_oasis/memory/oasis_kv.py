@@ -25,6 +25,7 @@ import torch
 
 from nano_oasis.config import EngineConfig, ModelConfig, format_bytes
 from nano_oasis.kernels.dispatch import Kernels
+from nano_oasis.memory.centroids import Centroids
 from nano_oasis.memory.coordinator import PrefetchCoordinator, admission_cap
 from nano_oasis.memory.flights import Flights
 from nano_oasis.memory.host_tier import HostTier, HostTierError
@@ -66,6 +67,9 @@ class OasisKV:
         # What one step's new tokens need before they can be sealed and dropped, whoever they belong to.
         chunk_blocks = -(-o.max_num_batched_tokens // self.block_size)
         self.reserve = self.planes * (chunk_blocks + 1)
+        self.centroids: Centroids | None = None
+        if o.miss_policy == "estimate":
+            self.centroids = Centroids(self.host.num_blocks, c.num_layers, c.num_kv_heads, c.head_dim)
         self._generation = 0
         self._step_seconds, self._began = 0.0, time.monotonic()
         self.flights = Flights(self.coordinator, self.residency, self.seats, self.groups)
@@ -94,6 +98,10 @@ class OasisKV:
             del self.seats[request.id]
             self.coordinator.cancel(request.id)
             self.residency.leave(seat.index)
+
+    @property
+    def keeps_centroids(self) -> bool:
+        return self.centroids is not None
 
     def refusal(self, request: Request) -> str | None:
         """Why this request could not run even with nothing else on the device; None if it could."""
@@ -274,6 +282,8 @@ class OasisKV:
             self.host.store_layer(layer, blocks, keys, values)
             if self.config.window(layer) is None:
                 self.sketches.put(layer, blocks, keys)
+                if self.centroids is not None:
+                    self.centroids.put(layer, blocks, keys, values)
 
     def raise_budget(self, seat: Seat) -> None:
         """A quarter more for a request whose audit fell short, as far as the pool allows."""
@@ -297,6 +307,7 @@ class OasisKV:
         slots = int(((table >= 0) | (table == FLYING)).sum())
         c = self.config
         sketch = self.sketches.selector.bytes_per_block(self.block_size, c.num_kv_heads, c.head_dim)
+        sketch += self.centroids.bytes_per_block if self.centroids is not None else 0
         layers = sum(c.window(i) is None for i in range(c.num_layers))
         return slots * self.slot_bytes + layers * seat.sealed * sketch
 
@@ -305,7 +316,8 @@ class OasisKV:
         o, c = self.stats, self.coordinator.stats
         totals = {
             "kv_block_hits": o.hits, "kv_block_misses": o.misses, "kv_block_fetched_now": o.fetched_now,
-            "kv_block_skipped": o.skipped, "kv_prefetch_completed": c.completed,
+            "kv_block_skipped": o.skipped, "kv_block_estimated": o.estimated,
+            "kv_prefetch_completed": c.completed,
             "kv_prefetch_failed": c.failed, "kv_prefetch_cancelled": c.cancelled, "kv_prefetch_late": c.late,
             "kv_prefetch_bytes": c.bytes, "kv_exposed_wait_seconds": c.exposed_s,
         }  # fmt: skip

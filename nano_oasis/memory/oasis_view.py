@@ -90,6 +90,7 @@ class OasisView:
             self.dense_table = kv.residency.slot_of[:, self.dense.index, :width]  # [planes, n, width]
         self.layouts: dict[tuple[int | None, bool], _Layout] = {}
         self.counts = np.zeros(4, np.int64)
+        self.estimated = 0
         if self.sparse is not None:
             self.caps = np.stack([s.caps.numpy() for s in self.sparse.seats], 1).astype(
                 np.int32
@@ -201,10 +202,39 @@ class OasisView:
         )
         if counts[select.ASKS]:
             kv.flights.start(self._tickets(plane, rows, x.asks[:, : counts[select.ASKS]], mass, kv.step + 1))
-        out = self._decode(q, torch.from_numpy(table), torch.from_numpy(tokens), None, scale, window)
+        slots, lens = torch.from_numpy(table), torch.from_numpy(tokens)
+        if (
+            kv.centroids is not None
+            and window is None
+            and (x.rows[:, select.POLICY] == select.ESTIMATE).any()
+        ):
+            out = self._with_estimates(plane, q, x, slots, lens, scale)
+        else:
+            out = self._decode(q, slots, lens, None, scale, window)
         if window is None and options.audit_every and kv.step % options.audit_every == 0:
             self._audit(plane, q, x.read, scale)
         return out
+
+    def _with_estimates(
+        self, plane: int, q: Tensor, x: _Layout, slots: Tensor, lens: Tensor, scale: float
+    ) -> Tensor:
+        """Attention over what is resident, and over the means of what is wanted and missing."""
+        kv, rows, (layer, group) = self.kv, self.sparse, divmod(plane, self.kv.groups)
+        assert rows is not None and kv.centroids is not None
+        held = kv.residency.slots[plane][x.rows[:, select.SEAT], : x.wanted.shape[1]]
+        missing = x.wanted & (held < 0) & (x.rows[:, select.POLICY] == select.ESTIMATE)[:, None]
+        most = int(missing.sum(1).max())
+        out, lse = kv.kernels.paged_decode(
+            q, kv.slot_keys, kv.slot_values, slots, lens, scale, None, return_lse=True
+        )
+        if most == 0:
+            return out
+        self.estimated += int(missing.sum())
+        valid, at = torch.from_numpy(missing.astype(np.int8)).topk(most, 1)  # [n, most]
+        blocks = rows.host_blocks.gather(1, at)
+        heads = kv.heads(group) or slice(0, kv.config.num_kv_heads)
+        extra = kv.centroids.attend(layer, q, blocks, valid > 0, self.size, scale, heads)
+        return merge(out.float(), lse, *extra)[0].to(q.dtype)
 
     def _layout(self, layer: int, window: int | None) -> _Layout:
         rows, o = self.sparse, self.kv.options
@@ -300,7 +330,10 @@ class OasisView:
         stats, counts = self.kv.stats, self.counts
         stats.hits += int(counts[select.HITS])
         stats.misses += int(counts[select.MISSES])
-        stats.skipped += int(counts[select.SKIPPED])
+        stats.skipped += int(counts[select.SKIPPED]) - self.estimated
+        stats.estimated += self.estimated
 
 
-_POLICIES = {"skip": select.SKIP, "repair": select.REPAIR, "wait": select.WAIT}
+_POLICIES = {
+    "skip": select.SKIP, "repair": select.REPAIR, "wait": select.WAIT, "estimate": select.ESTIMATE
+}  # fmt: skip

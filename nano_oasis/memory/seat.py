@@ -34,7 +34,8 @@ class OasisStats:
     hits: int = 0  # wanted and resident
     misses: int = 0  # wanted and not resident, whatever was done about it
     fetched_now: int = 0  # of these, waited for
-    skipped: int = 0  # of these, left out of attention
+    skipped: int = 0  # of these, left out of attention, or
+    estimated: int = 0  # represented by their means
     recall_sum: float = 0.0  # audit: share of the true attention mass that was read, summed
     recall_count: int = 0
 

@@ -21,6 +21,10 @@ class Gate(Protocol):
 
     def leave(self, request: Request) -> None: ...
 
+    @property
+    def keeps_centroids(self) -> bool:
+        """Whether the miss policy `estimate` has what it needs."""
+
     def refusal(self, request: Request) -> str | None:
         """Why the request could never run; None if it could."""
 
