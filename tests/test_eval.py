@@ -92,6 +92,27 @@ def test_a_budget_for_everything_equals_dense(session, block, groups, predictor)
     assert again == [outputs[5], outputs[3]]
 
 
+def test_means_stand_in_for_what_is_missing(session):
+    """Of prefixes that no engine sealed: with the right means, estimating is nearer to dense than skipping."""
+    rows = [3, 4, 5]
+    _, dense = dense_outputs(session, rows, 1)
+    far = {}
+    for policy in ("estimate", "skip"):
+        errors = []
+
+        def compare(step, going, sparse, errors=errors):
+            errors += [float((row - dense[i][0]).norm()) for i, row in zip(going, sparse, strict=True)]
+
+        with session._oasis(Setting("96", "exact", "previous", policy), rows) as (kv, requests):
+            for seat in kv.seats.values():
+                seat.cold = False  # nothing is fetched: all that is wanted and sealed long ago is missing
+            session.decoder.play(kv, requests, [1] * 3, compare)
+            assert kv.stats.estimated == (kv.stats.misses if policy == "estimate" else 0)
+            assert kv.stats.misses > 0
+        far[policy] = sum(errors)
+    assert far["estimate"] < far["skip"]
+
+
 def test_pressure_is_real(session):
     rows = [3, 4, 5]
     outputs, _ = dense_outputs(session, rows, 20)

@@ -40,7 +40,7 @@ def build_parser() -> argparse.ArgumentParser:
         ("selector", f"key sketch: exact (the oracle), fourbit, twobit, sign1, minmax, mean (default: "
                      f"{_DEFAULT.selector})"),
         ("predictor", f"previous, current (default: {_DEFAULT.predictor})"),
-        ("miss-policy", f"repair, wait, skip (default: {_DEFAULT.miss_policy})"),
+        ("miss-policy", f"repair, wait, estimate, skip (default: {_DEFAULT.miss_policy})"),
         ("block", f"tokens per KV block (default: {_DEFAULT.block})"),
         ("head-groups", f"block choices per layer (default: {_DEFAULT.head_groups})"),
     ):  # fmt: skip

@@ -161,6 +161,7 @@ class Session:
             MemcpyLink(BlockMover(tier.host, keys, values, setting.head_groups))
         )
         kv = self._store(options, tier, keys, values, sketches, coordinator, max_len)
+        self._fill_centroids(kv, tier)
         coordinator.start()
         try:
             with torch.inference_mode():
@@ -260,10 +261,20 @@ class Session:
             tier.sketches[setting.selector] = slabs
         return tier.sketches[setting.selector]
 
+    @torch.inference_mode()
+    def _fill_centroids(self, kv: OasisKV, tier: _Tier) -> None:
+        """What the miss policy `estimate` needs of the prefixes."""
+        c = self.decoder.config
+        layers = [i for i in range(c.num_layers) if c.window(i) is None] if kv.centroids is not None else []
+        for layer in layers:
+            for row in range(len(self.samples)):
+                assert kv.centroids is not None
+                kv.centroids.put(layer, *self._sealed(tier, row, layer))
+
 
 def _counts(kv: OasisKV) -> dict[str, float]:
     s = kv.stats
     return {
-        "hits": s.hits, "misses": s.misses, "fetched_now": s.fetched_now, "skipped": s.skipped,
+        "hits": s.hits, "misses": s.misses, "fetched_now": s.fetched_now, "skipped": s.skipped + s.estimated,
         "exposed_s": kv.coordinator.stats.exposed_s,
     }  # fmt: skip
