@@ -93,7 +93,7 @@ def test_a_budget_for_everything_equals_dense(session, block, groups, predictor)
 
 
 def test_means_stand_in_for_what_is_missing(session):
-    """Of prefixes that no engine sealed: with the right means, estimating is nearer to dense than skipping."""
+    """Of prefixes that no engine sealed: with the right means estimating is nearer to dense than skipping."""
     rows = [3, 4, 5]
     _, dense = dense_outputs(session, rows, 1)
     far = {}

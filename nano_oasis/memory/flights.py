@@ -68,19 +68,12 @@ class Flights:
 
     def land(self) -> None:
         """Completed tickets become readable; slots of the others are free again."""
-        slots, ages, pool = self.residency.slots, self.residency.ages, self.residency.pool
         for ticket in self.coordinator.completed():
             del self._flying[ticket.key]
-            seat = self.seats.get(ticket.request_id)
-            if seat is None or seat.generation != ticket.generation:
-                pool.give([ticket.slot])  # the request has left, or was preempted and came back
-                continue
-            at = (ticket.layer * self.groups + ticket.group, seat.index, ticket.position)
-            if ticket.completed:
-                slots[at], ages[at] = ticket.slot, self.step
+            if ticket.completed and (at := self._place(ticket)) is not None:
+                self.residency.slots[at], self.residency.ages[at] = ticket.slot, self.step
             else:
-                slots[at] = EMPTY
-                pool.give([ticket.slot])
+                self._drop([ticket])
 
     def _submit(self, tickets: Sequence[Ticket]) -> list[Ticket]:
         refused = self.coordinator.submit(tickets)
@@ -89,7 +82,15 @@ class Flights:
         return refused
 
     def _drop(self, tickets: Sequence[Ticket]) -> None:
-        for t in tickets:
-            at = (t.layer * self.groups + t.group, self.seats[t.request_id].index, t.position)
-            self.residency.slots[at] = EMPTY
-            self.residency.pool.give([t.slot])
+        """These will not arrive, or nobody is there any more: their slots are free again."""
+        for ticket in tickets:
+            if (at := self._place(ticket)) is not None:
+                self.residency.slots[at] = EMPTY
+            self.residency.pool.give([ticket.slot])
+
+    def _place(self, ticket: Ticket) -> tuple[int, int, int] | None:
+        """Where in the tables; None if the request has left, or was preempted and came back."""
+        seat = self.seats.get(ticket.request_id)
+        if seat is None or seat.generation != ticket.generation:
+            return None
+        return ticket.layer * self.groups + ticket.group, seat.index, ticket.position
