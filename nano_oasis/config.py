@@ -192,6 +192,10 @@ class EngineConfig:
             for f in dataclasses.fields(self):
                 if f.metadata.get("oasis") and getattr(self, f.name) != f.default:
                     raise ConfigError(f"{f.name}: needs kv_mode=oasis, this engine is {self.kv_mode}")
+        if self.predictor == "current" and self.miss_policy in ("skip", "estimate"):
+            raise ConfigError(
+                f"miss_policy: {self.miss_policy} means nothing with predictor=current: all is waited for"
+            )
         if self.audit_recall and not self.audit_every:
             raise ConfigError("audit_recall: needs audit_every, or nothing is ever audited")
 

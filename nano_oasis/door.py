@@ -42,12 +42,10 @@ def check_mode(request: Request, gate: Gate | None) -> None:
             raise RequestError(f"{name} needs kv_mode=oasis, for the engine and for the request", name)
     if params.kv_mode == "oasis" and gate is None:
         raise RequestError("kv_mode=oasis needs an engine that was started with kv_mode=oasis", "kv_mode")
-    if params.miss_policy == "estimate" and gate is not None and not gate.keeps_centroids:
-        raise RequestError(
-            "miss_policy=estimate needs an engine that was started with miss_policy=estimate: only that keeps"
-            " the blocks' means",
-            "miss_policy",
-        )
+    if params.miss_policy is not None and gate is not None:
+        why = gate.policy_refusal(params.miss_policy)
+        if why is not None:
+            raise RequestError(f"miss_policy={params.miss_policy}: {why}", "miss_policy")
     why = gate.refusal(request) if gate is not None else None
     if why is not None:
         raise RequestError(why, "kv_mode" if params.kv_mode == "dense" else "kv_budget")

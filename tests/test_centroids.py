@@ -94,6 +94,6 @@ def test_the_engine_estimates_what_is_missing_and_never_waits_for_it(model, grou
 
 def test_it_is_refused_where_no_means_are_kept(model) -> None:
     engine = oasis_engine(model, model.config.num_layers * 40, kv_budget=64)
-    with pytest.raises(RequestError, match="miss_policy=estimate needs an engine") as caught:
+    with pytest.raises(RequestError, match="miss_policy=estimate: needs an engine") as caught:
         engine.submit([3] * 20, SamplingParams(miss_policy="estimate"), print)
     assert caught.value.param == "miss_policy"

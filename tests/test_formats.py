@@ -81,7 +81,7 @@ def test_int8_refuses_what_it_cannot_hold(dtype, bad):
 
 
 @given(st.floats(min_value=2.0**-100, max_value=2.0**120, width=32))
-def testround_up_is_the_next_bfloat16(value):
+def test_round_up_is_the_next_bfloat16(value):
     x = torch.tensor(value)
     up = round_up(x)
     assert up.float() >= x

@@ -134,7 +134,7 @@ def test_nothing_to_do_is_done():
         tier.load_into(0, ids(), ids(), torch.zeros(3, B, H, D), torch.zeros(3, B, H, D))
 
 
-def testruns():
+def test_runs():
     assert list(runs([7, 8, 9, 4])) == [(0, 3), (3, 4)]
     assert list(runs([7, 8, 9, 4], [1, 2, 4, 5])) == [(0, 2), (2, 3), (3, 4)]
     assert list(runs([3, 2, 1])) == [(0, 1), (1, 2), (2, 3)]

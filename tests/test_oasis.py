@@ -71,8 +71,16 @@ def test_prefill_longer_than_the_device_is_exact(folders):
     assert small.runner.kv.pool.num_slots < model.config.num_layers * 200 // B
 
 
-@pytest.mark.parametrize("predictor", ["previous", "current"])
-@pytest.mark.parametrize("policy", ["wait", "repair", "skip"])
+@pytest.mark.parametrize(
+    ("predictor", "policy"),
+    [
+        ("previous", "wait"),
+        ("previous", "repair"),
+        ("previous", "skip"),
+        ("current", "wait"),
+        ("current", "repair"),
+    ],
+)
 @pytest.mark.parametrize("selector", ["exact", "twobit", "mean"])
 def test_sparse_decode_runs_within_its_budget(folders, predictor, policy, selector):
     model = model_of(folders["llama"])
@@ -173,7 +181,7 @@ def test_working_sets_grow_into_spare_memory_and_give_it_back(folders):
     while len(caller.events) < 30:
         turn(engine)
     assert kv._excess(seat) > 0  # nobody else needs the memory
-    kv._make_room(kv.pool.num_slots - seat.floor)
+    kv.make_room(kv.pool.num_slots - seat.floor)
     assert kv._excess(seat) == 0 and kv.pool.num_free >= kv.pool.num_slots - seat.floor
     kv.check()
     run(engine, caller)
@@ -212,6 +220,41 @@ def test_per_request_mode_and_budget(folders):
     assert caught.value.param == "kv_mode"
     with pytest.raises(RequestError, match="needs kv_mode=oasis"):
         dense_engine(model).submit(prompts[0], SamplingParams(kv_budget=64), print)
+
+
+@pytest.mark.parametrize("seed", [1, 3, 5, 7, 9, 12])
+def test_a_dense_request_reads_all_while_prompts_fill_the_device(folders, seed):
+    """Its prefix is in the host tier, two long prompts hold the pool, and its length is no multiple of B."""
+    model, rng = model_of(folders["llama"]), random.Random(seed)
+    prompt = prompts_of([rng.randint(80, 150)], seed)[0]
+    exact = SamplingParams(temperature=0, max_tokens=20, ignore_eos=True, kv_mode="dense")
+    slots = model.config.num_layers * rng.choice([36, 40, 44, 50])
+    engine = oasis_engine(model, slots, kv_budget=32, max_num_batched_tokens=rng.choice([8, 16, 32]))
+    want = outputs(dense_engine(model), [prompt], GREEDY)[0]
+    assert outputs(engine, [prompt], exact)[0] == want
+    others = [
+        Caller(engine, p, GREEDY) for p in prompts_of([rng.randint(180, 230) for _ in range(2)], seed + 99)
+    ]
+    for _ in range(rng.randint(1, 25)):
+        turn(engine)
+    caller = Caller(engine, prompt, exact)
+    run(engine, caller, *others)
+    assert caller.error is None and caller.outputs[0].token_ids == want
+    kv = engine.runner.kv
+    assert kv.coordinator.bytes_in_flight == 0 and kv.pool.num_free == kv.pool.num_slots
+
+
+@pytest.mark.parametrize("context", [81, 100, 119])
+def test_a_budget_of_the_context_reads_all_of_it(folders, context):
+    model = model_of(folders["llama"])
+    engine = oasis_engine(model, model.config.num_layers * 60, kv_budget=context + 20, miss_policy="wait")
+    prompt = prompts_of([context])[0]
+    caller = Caller(engine, prompt, GREEDY)
+    while not caller.events:
+        turn(engine)
+    engine.runner.kv.shrink(next(iter(engine.runner.kv.seats.values())))
+    run(engine, caller)
+    assert caller.outputs[0].token_ids == outputs(dense_engine(model), [prompt], GREEDY)[0]
 
 
 def test_device_bytes_add_up(folders):
@@ -257,6 +300,10 @@ def test_int8_host_tier_and_file_behind_the_engine(folders, tmp_path):
         ({"kv_mode": "oasis", "device_kv_memory": "64KiB"}, "do not hold one step's"),
         ({"kv_mode": "oasis", "host_kv_memory": "1KiB"}, "host_kv_memory: "),
         ({"kv_mode": "oasis", "host_kv_memory": "1MiB", "max_model_len": 4096}, "do not fit the host tier"),
+        (
+            {"kv_mode": "oasis", "predictor": "current", "miss_policy": "skip"},
+            "miss_policy: skip means nothing",
+        ),
         ({"kv_mode": "oasis", "audit_recall": 0.9}, "audit_recall: needs audit_every"),
         ({"kv_mode": "oasis", "host_kv_path": "/nowhere/at/all"}, "host tier: "),
         ({"kv_mode": "sparse"}, "kv_mode: must be one of dense, oasis"),

@@ -27,7 +27,7 @@ class World:
         ).astype(np.float32) * draw.random((n, width)).round(1).astype(np.float32)  # fmt: skip
         sink, recent = draw.integers(0, 3), draw.integers(1, 5)
         budget = np.maximum(draw.integers(1, width + 2, n), sink + recent + 1)
-        policies = draw.integers(3, size=n) if policy is None else np.full(n, policy)
+        policies = draw.integers(4, size=n) if policy is None else np.full(n, policy)
         columns = [
             seats, np.zeros(n), self.blocks, np.minimum(sink, self.blocks),
             np.maximum(self.blocks - recent, 0), np.minimum(budget, self.blocks),

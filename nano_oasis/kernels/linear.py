@@ -30,7 +30,7 @@ _SOME = range(16, 129)  # and here by a little
 def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
     """x [n, in], weight [out, in], bias [out] -> [n, out], contiguous. Equals F.linear up to rounding.
 
-    Up to 32 rows on the CPU a row's result does not depend on the other rows.
+    Where the compiled product is used (up to 32 rows, numba) a row's result does not depend on the others.
     """
     rows = len(x)
     if x.device.type != "cpu" or x.dtype != torch.float32:

@@ -142,11 +142,15 @@ def _pause(_: Any) -> Any:
 # --- the poster's side --------------------------------------------------------------------------------
 @jit
 def begin(box, entry, data, shares):  # type: ignore[no-untyped-def]
-    """Post a job. The one before is over: finish() has returned."""
-    job = (peek(box, WORD) >> 32) + 1
-    box[ENTRY], box[DATA], box[SHARES] = entry, data, shares
+    """Post a job. The one before is over: finish() has returned. But a worker may still look at it, so the
+    word is closed first: with a share beyond all, and no longer what that worker has read."""
+    job = peek(box, WORD) >> 32
+    poke(box, WORD, job << 32 | _NEXT)
+    poke(box, ENTRY, entry)
+    poke(box, DATA, data)
+    poke(box, SHARES, shares)
     poke(box, DONE, 0)
-    poke(box, WORD, job << 32)
+    poke(box, WORD, (job + 1) << 32)
 
 
 @jit

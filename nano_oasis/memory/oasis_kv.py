@@ -1,13 +1,13 @@
 """KV of the oasis mode: everything in the host tier, a bounded working set per request on the device.
 
-Owns: which requests are on the device and how much each may hold, sealing, shrinking, arrivals.
+Owns: which requests are on the device and how much each may hold, sealing, shrinking.
 Must not know: how a layer picks its blocks (oasis_view.py), how bytes move (link.py), who runs when.
 
 The life of a block:
   1. written token by token into slots of the request's tail        begin(), view.write
   2. sealed when full: copied to the host tier, sketched            end()
   3. from here on its device copies are a cache                     residency.py
-  4. dropped from a layer when memory is needed elsewhere           _make_room, trim
+  4. dropped from a layer when memory is needed elsewhere           make_room, trim
   5. wanted: a query against the sketches says so                   oasis_view.py
   6. fetched by a ticket while a step computes                      coordinator.py
   7. published when the copy is complete, read by later steps       flights.py
@@ -96,12 +96,17 @@ class OasisKV:
         if seat is not None:
             request.kv_bytes = self.device_bytes(request), seat.sealed * self.host.bytes_per_block
             del self.seats[request.id]
+            if not self.seats:  # nobody computes meanwhile, and nothing is left on its way
+                self.flights.wait_for_all()
             self.coordinator.cancel(request.id)
             self.residency.leave(seat.index)
 
-    @property
-    def keeps_centroids(self) -> bool:
-        return self.centroids is not None
+    def policy_refusal(self, policy: str) -> str | None:
+        if policy == "estimate" and self.centroids is None:
+            return "needs an engine started with miss_policy=estimate: only that keeps the blocks' means"
+        if policy != "wait" and self.options.predictor == "current":
+            return "the engine was started with predictor=current, which waits for every miss"
+        return None
 
     def refusal(self, request: Request) -> str | None:
         """Why this request could not run even with nothing else on the device; None if it could."""
@@ -117,7 +122,7 @@ class OasisKV:
         dense = request.params.kv_mode == "dense"
         tokens = request.max_len if dense else request.params.kv_budget or self.options.kv_budget
         caps = self._caps(tokens, most)
-        return max(tokens // self.block_size, self._forced + 1), caps, int(caps.sum())
+        return max(math.ceil(tokens / self.block_size), self._forced + 1), caps, int(caps.sum())
 
     @property
     def _forced(self) -> int:
@@ -195,7 +200,7 @@ class OasisKV:
         fresh = range(first, end)
         if not fresh:
             return
-        self._make_room(self.planes * len(fresh))
+        self.make_room(self.planes * len(fresh))
         self.residency.add(seat.index, fresh, self.step)
 
     def _share_pressure(self, rows: Sequence[ScheduledRow]) -> None:
@@ -211,7 +216,7 @@ class OasisKV:
         """Free slots beyond what the next step may need for new tokens: working sets may grow into these."""
         return self.pool.num_free - self.reserve
 
-    def _make_room(self, need: int) -> None:
+    def make_room(self, need: int) -> None:
         """Until `need` slots are free: trim working sets to their caps, then shrink dense requests.
 
         The one that holds most above its floor gives first. Floors and the reserve fit the pool together

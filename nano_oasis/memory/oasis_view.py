@@ -191,9 +191,18 @@ class OasisView:
             mass, x.rows, kv.residency.slots[plane], kv.residency.ages[plane], self.caps[plane],
             pool.free, pool.count, kv.reserve,
         )  # fmt: skip
+        waits = x.rows[:, select.POLICY] == select.WAIT
+        if waits.any():
+            self._room_for(plane, x.rows[waits, select.SEAT], self.caps[plane, waits])
         kv.kernels.choose_now(*state, np.float32(options.repair_threshold), x.wanted, x.asks, counts)
         if counts[select.ASKS]:
             self._fetch_now(plane, rows, x, mass)
+        for i in np.flatnonzero(waits):
+            if (
+                kv.residency.slots[plane, x.rows[i, select.SEAT], : x.wanted.shape[1]][x.wanted[i]] < 0
+            ).any():
+                why = "a KV block could not be fetched, and the miss policy is to wait"
+                kv.failures[rows.seats[i].request.id] = why
         most = 0 if window is not None or options.predictor == "current" else kv.cap
         table = np.empty((len(x.rows), x.budget), np.int32)
         tokens = np.empty(len(x.rows), np.int32)
@@ -203,17 +212,21 @@ class OasisView:
         if counts[select.ASKS]:
             kv.flights.start(self._tickets(plane, rows, x.asks[:, : counts[select.ASKS]], mass, kv.step + 1))
         slots, lens = torch.from_numpy(table), torch.from_numpy(tokens)
-        if (
-            kv.centroids is not None
-            and window is None
-            and (x.rows[:, select.POLICY] == select.ESTIMATE).any()
-        ):
+        if window is None and (x.rows[:, select.POLICY] == select.ESTIMATE).any():
             out = self._with_estimates(plane, q, x, slots, lens, scale)
         else:
             out = self._decode(q, slots, lens, None, scale, window)
         if window is None and options.audit_every and kv.step % options.audit_every == 0:
             self._audit(plane, q, x.read, scale)
         return out
+
+    def _room_for(self, plane: int, seats: np.ndarray, caps: np.ndarray) -> None:
+        """Free slots for those who insist, up to their caps. A prompt's chunks may hold all that admission
+        counted on: they give way, and read from the host tier."""
+        held = (self.kv.residency.slots[plane, seats] != select.EMPTY).sum(1)
+        need = int((caps - held).clip(min=0).sum())
+        if self.kv.pool.num_free < need:
+            self.kv.make_room(need)
 
     def _with_estimates(
         self, plane: int, q: Tensor, x: _Layout, slots: Tensor, lens: Tensor, scale: float
@@ -273,7 +286,7 @@ class OasisView:
         return np.ascontiguousarray(mass.numpy())
 
     def _fetch_now(self, plane: int, rows: _Rows, x: _Layout, mass: np.ndarray) -> None:
-        """Wait until the asked blocks are here. One that cannot be had ends a request that insists on it."""
+        """Wait until the asked blocks are here."""
         kv, asks = self.kv, x.asks[:, : self.counts[select.ASKS]]
         where = asks[: select.SLOT].T.tolist()
         claimed = asks[:, asks[select.SLOT] != select.NO_SLOT]
@@ -285,10 +298,6 @@ class OasisView:
                 kv.stats.fetched_now += 1
                 continue
             self.counts[select.SKIPPED] += 1
-            if x.rows[i, select.POLICY] == select.WAIT:
-                kv.failures[seat.request.id] = (
-                    "a KV block could not be fetched, and the miss policy is to wait"
-                )
 
     def _tickets(
         self, plane: int, rows: _Rows, asks: np.ndarray, mass: np.ndarray, step: int

@@ -21,9 +21,8 @@ class Gate(Protocol):
 
     def leave(self, request: Request) -> None: ...
 
-    @property
-    def keeps_centroids(self) -> bool:
-        """Whether the miss policy `estimate` has what it needs."""
+    def policy_refusal(self, policy: str) -> str | None:
+        """Why a request cannot have this miss policy; None if it can."""
 
     def refusal(self, request: Request) -> str | None:
         """Why the request could never run; None if it could."""
