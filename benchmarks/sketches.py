@@ -1,15 +1,14 @@
-"""Compares key sketches: KL to dense on real texts, needle retrieval, bytes per request, scoring time.
+"""Compares key sketches: KL to dense on real texts, bytes per request, scoring time.
 
 Owns: which configurations are compared and the tables. Must not know: how sparse attention is done.
-Run by hand: python benchmarks/sketches.py [bytes] [time] [kl] [variants] [needle]
+Run by hand: python benchmarks/sketches.py [bytes] [time] [kl] [variants] [rules]
 """
 
 from __future__ import annotations
 
 import argparse
-import random
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import replace
 
 import torch
@@ -30,10 +29,19 @@ SELECTOR_TABLE = [
 ]
 VARIANT_TABLE = [
     *[Sparse(name, early=early) for early in (1, 0) for name in ("exact", DEFAULT)],
-    *[Sparse(name, early=1, estimate=True) for name in ("exact", DEFAULT)],
+    *[Sparse(name, early=1, estimate="centroid") for name in ("exact", DEFAULT)],
     *[Sparse(name, early=1, block=32) for name in ("exact", DEFAULT)],
     Sparse("minmax", early=1),
     Sparse("twobit", per_head=True, early=1),
+]
+
+# Early layers as the others, as in the engine. The first rule is the engine's.
+RULES_TABLE = [
+    Sparse(name, early=1, per_head=head, **rule)  # type: ignore[arg-type]
+    for head in (False, True)
+    for rule in ({}, {"recent": 32}, {"recent": 32, "rule": "max"}, {"recent": 32, "pool": True})
+    for name in ("exact", DEFAULT, "minmax")
+    if head or "pool" not in rule
 ]
 
 
@@ -80,72 +88,6 @@ def print_kl(decoder: Decoder, configs: list[Sparse], prefix: int, windows: int)
                 if config.selector == DEFAULT and twin in mean:
                     line += f"   {mean[config] / mean[twin]:.2f} of {other}'s"
             print(line, flush=True)
-
-
-# --- needle -----------------------------------------------------------------------------------------
-CITIES = ["Lisbon", "Oslo", "Cairo", "Lima", "Quito", "Vienna", "Prague", "Dublin", "Athens", "Kyoto"]
-CITIES += ["Nairobi", "Havana", "Bogota", "Tunis", "Riga", "Sofia", "Manila", "Seoul", "Warsaw", "Delhi"]
-
-
-def needle_prompts(decoder: Decoder, length: int, count: int) -> Iterator[tuple[list[int], str]]:
-    """`count` chats of exactly `length` tokens that hide one number at rising depths -> (ids, number).
-
-    The depth rises, so that a prompt shares everything before the earlier needle with its predecessor.
-    """
-    encode = decoder.tokenizer.encode
-    hay = encode(real_texts()["prose"][: 12 * length])
-    rng = random.Random(0)
-    for i in range(count):
-        city, number = CITIES[i % len(CITIES)], str(rng.randrange(10000, 99999))
-        chat = decoder.tokenizer.render_chat([{"role": "user", "content": "@@"}]).split("@@")
-        head = encode(chat[0] + NEEDLE_HEAD)
-        needle = encode(NEEDLE.format(city=city, number=number))
-        question = encode(QUESTION.format(city=city) + chat[1] + ANSWER.format(city=city))
-        room = length - len(head) - len(needle) - len(question)
-        depth = int(room * (i + 0.5) / count)
-        yield head + hay[:depth] + needle + hay[depth:room] + question, number
-
-
-NEEDLE_STEPS = 8  # tokens: a space, five digits, and two to spare
-NEEDLE_HEAD = "Here is a long text.\n\n"
-NEEDLE = "\n\nOne of the magic numbers for {city} is: {number}.\n\n"
-QUESTION = "\n\nWhat is the magic number for {city} mentioned in the text?"
-ANSWER = "The magic number for {city} mentioned in the text is"
-
-
-def measure_needle(decoder: Decoder, length: int, budget: int, count: int, per_head: bool) -> dict[str, int]:
-    """How many of `count` numbers each way of decoding finds, greedily, after a dense prefill.
-
-    The last prompt token is already decoded sparsely, so that no digit comes from the dense prefill.
-    """
-    names = ["exact", DEFAULT, "twobit", "minmax", "mean"]
-    configs: list[Sparse | None] = [None, *[Sparse(name, budget, per_head=per_head) for name in names]]
-    configs += [Sparse(DEFAULT, budget, per_head=per_head, predictor="previous")]
-    found = {str(c) if c else "dense": 0 for c in configs}
-    last: list[int] = []
-    for ids, number in needle_prompts(decoder, length, count):
-        same = next((i for i, (a, b) in enumerate(zip(ids, last, strict=False)) if a != b), 0)
-        last = ids
-        view = decoder.view
-        view.forget()
-        decoder.prefill(torch.tensor(ids), min(same, length - 2), length - 1)
-        saved = decoder.snapshot(length - 1, length + NEEDLE_STEPS)
-        for config in configs:
-            # The sketches cover what is sealed; the newest blocks are attended to anyway.
-            view.sparse, view.prefix = config, length - 1
-            answer = decoder.tokenizer.decode(greedy(decoder, ids[-1], length - 1, NEEDLE_STEPS))
-            found[str(config) if config else "dense"] += number in answer
-            decoder.restore(saved)
-        print(f"  needle {number}: " + ", ".join(f"{k} {v}" for k, v in found.items()), flush=True)
-    return found
-
-
-def greedy(decoder: Decoder, token: int, position: int, count: int) -> list[int]:
-    out = []
-    for i in range(count):
-        token = int(decoder.forward(torch.tensor([token]), position + i)[-1].argmax())
-        out.append(token)
-    return out
 
 
 # --- bytes ------------------------------------------------------------------------------------------
@@ -238,20 +180,16 @@ def _best(call: Callable[[], object]) -> float:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("parts", nargs="*", default=["bytes", "time", "kl", "needle"])
+    parser.add_argument("parts", nargs="*", default=["bytes", "time", "kl"])
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--model", default="smollm2")
     parser.add_argument("--prefix", type=int, default=6000, help="tokens of context before the first step")
+    parser.add_argument("--budget", type=int, default=512, help="of `rules`")
     parser.add_argument("--windows", type=int, default=3, help=f"passes of {STEPS} steps per text")
-    parser.add_argument("--needle-tokens", type=int, default=4000)
-    parser.add_argument("--needle-budget", type=int, default=256)
-    parser.add_argument("--needle-per-head", action="store_true", help="one choice per KV head")
-    parser.add_argument("--needles", type=int, default=20)
     args = parser.parse_args()
     torch.set_grad_enabled(False)
     torch.set_num_threads(args.threads)
-    longest = max(args.prefix + args.windows * STEPS, args.needle_tokens + 16)
-    decoder = Decoder(args.model, longest + 16)
+    decoder = Decoder(args.model, args.prefix + args.windows * STEPS + 16)
     if "bytes" in args.parts:
         print_bytes(decoder.config)
     if "time" in args.parts:
@@ -260,9 +198,9 @@ def main() -> None:
         print_kl(decoder, SELECTOR_TABLE, args.prefix, args.windows)
     if "variants" in args.parts:
         print_kl(decoder, VARIANT_TABLE, args.prefix, args.windows)
-    if "needle" in args.parts:
-        print(f"\n{args.needles} needles in {args.needle_tokens} tokens, budget {args.needle_budget}")
-        measure_needle(decoder, args.needle_tokens, args.needle_budget, args.needles, args.needle_per_head)
+    if "rules" in args.parts:
+        table = [replace(config, budget=args.budget) for config in RULES_TABLE]
+        print_kl(decoder, table, args.prefix, args.windows)
 
 
 if __name__ == "__main__":

@@ -24,13 +24,16 @@ from torch import Tensor
 from nano_oasis.kernels.batch import AttentionBatch, make_batch
 from nano_oasis.kernels.dispatch import Kernels, select_kernels
 from nano_oasis.memory.kv_cache import KVCache
-from nano_oasis.memory.sketch import Selector, Sketch, make_selector, per_layer, top_blocks
+from nano_oasis.memory.sketch import Selector, Sketch, make_selector, top_blocks
 from nano_oasis.model import Model
 from nano_oasis.tokenizer import Tokenizer, load_tokenizer
 from nano_oasis.weights import load_checkpoint, resolve_model
 
 CHUNK = 500  # prefill tokens per forward pass
-RECENT = 64  # newest sealed tokens that are always attended to
+# Each unchosen block as one token: weight from its mean key (centroid) or its sketch (mass), its mean value;
+# or all of them as one token: weight from their sketches, value the mean of all (mean) or nothing (zero).
+ESTIMATES = ("", "centroid", "mass", "mean", "zero")
+RULES = ("mean", "max", "kvmax", "mean+max", "sqrt", "square", "top1", "top2", "kvtop1", "rank")
 
 
 def real_texts() -> dict[str, str]:
@@ -54,17 +57,72 @@ class Sparse:
     budget: int = 512  # tokens: sink block, recent blocks and chosen blocks; the unsealed tail is extra
     block: int = 16
     per_head: bool = False
+    pool: bool = False  # with per_head: the heads of a layer share its budget, each takes as many as it needs
     predictor: str = "current"  # or "previous": choose by the query of the step before
-    estimate: bool = False  # unchosen blocks contribute through their centroid
+    estimate: str = ""  # what stands in for the unchosen blocks; see ESTIMATES
     early: int = 4
+    rule: str = "mean"  # how the query heads' masses become one; see reduce_heads
+    free: bool = False  # softmax over the blocks that can be chosen, without the forced ones
+    recent: int = 64  # newest sealed tokens that are always attended to
 
     def __str__(self) -> str:
-        tags = [self.selector, "head" if self.per_head else "layer"]
+        tags = [self.selector, ("head pool" if self.pool else "head") if self.per_head else "layer"]
         tags += ["previous"] if self.predictor == "previous" else []
-        tags += ["estimate"] if self.estimate else []
+        tags += [f"estimate {self.estimate}"] if self.estimate else []
         tags += [f"block {self.block}"] if self.block != 16 else []
         tags += [f"early x{self.early}" if self.early else "early dense"] if self.early != 4 else []
+        tags += [self.rule] if self.rule != "mean" else []
+        tags += ["free"] if self.free else []
+        tags += [f"recent {self.recent}"] if self.recent != 64 else []
         return ", ".join(tags)
+
+
+def reduce_heads(logits: Tensor, kv_heads: int, s: Sparse, forced: Tensor) -> Tensor:
+    """logits [R, Hq, n], forced [R, n] bool -> what blocks are ranked by, [R, kv_heads or 1, n], 0..1.
+
+    First softmax over blocks for each query head. Then, over the query heads that share a choice:
+    mean; max; kvmax: the mean of each KV head's query heads, then max; mean+max: half of each; sqrt, square:
+    power means; top1, top2, kvtop1: mean, but every query (KV) head's best blocks come before all others;
+    rank: a block's best place in any head's order, so that the heads take turns.
+    """
+    if s.free:
+        logits = logits.masked_fill(forced[:, None], -torch.inf)
+    mass = torch.softmax(logits, -1).nan_to_num(0.0)
+    x = mass.unflatten(1, (kv_heads if s.per_head else 1, -1))  # [R, choices, heads, n]
+    if s.rule.startswith("kv"):
+        x = mass.unflatten(1, (kv_heads, -1)).mean(2).unflatten(1, (x.shape[1], -1))
+    mean = x.mean(2)
+    if s.rule == "mean":
+        return mean
+    if s.rule in ("max", "kvmax"):
+        return x.amax(2)
+    if s.rule == "mean+max":
+        return (mean + x.amax(2)) / 2
+    if s.rule in ("sqrt", "square"):
+        power = 0.5 if s.rule == "sqrt" else 2.0
+        return x.pow(power).mean(2).pow(1 / power)
+    open_mass = x.masked_fill(forced[:, None, None], -1.0)
+    if s.rule == "rank":
+        place = open_mass.argsort(-1, descending=True).argsort(-1).amin(2)
+        return (mean - place) / x.shape[-1] + 1  # by place, then by mean mass; at most 1 + 1 / n
+    best = open_mass.topk(int(s.rule[-1]), -1).indices.flatten(2)  # [R, choices, heads * k]
+    return (mean + torch.zeros_like(mean).scatter_(2, best, 1.0)) / 2
+
+
+def _each(mass: Tensor, counts: Tensor, forced: Tensor) -> Tensor:
+    """mass [R, H or 1, n], counts [R] blocks for each choice -> ids [R, H or 1, most], -1 beyond."""
+    ids = top_blocks(mass, int(counts.max()), forced)
+    return ids.masked_fill(torch.arange(ids.shape[-1]) >= counts[:, None, None], -1)
+
+
+def _pooled(mass: Tensor, counts: Tensor, forced: Tensor) -> Tensor:
+    """As _each, but the best H * counts[r] blocks of all heads together; no head has over 3 shares."""
+    heads, n = mass.shape[1:]
+    most = min(3 * int(counts.max()), n)
+    ids = top_blocks(mass, most, forced)  # [R, H, most]
+    value = mass.masked_fill(forced[:, None], 2.0).gather(-1, ids).flatten(1)  # [R, H * most]
+    place = value.argsort(dim=-1, descending=True, stable=True).argsort(-1)
+    return ids.masked_fill((place >= heads * counts[:, None]).view(ids.shape), -1)
 
 
 @dataclass
@@ -111,14 +169,14 @@ class SparseView:
         old_k, old_v = (x[: n * size].view(n, size, heads, dim) for x in (keys, values))
         position = torch.arange(start, start + rows)
         tail = position // size  # the block each row writes to
-        block, recent = torch.arange(n), RECENT // size
+        block, recent = torch.arange(n), s.recent // size
         forced = (block == 0) | (block >= (tail - recent)[:, None])  # [R, n]
         # Recent blocks past the prefix are attended to below, so they count but cannot be chosen.
         gone = (tail - n).clamp(0, recent)
         count = s.budget * (s.early if layer < 2 else 1) // size
-        ids = top_blocks(self._mass(layer, chooser, old_k, scale), count, forced)  # [R, H or 1, count]
-        ids = ids.masked_fill(torch.arange(ids.shape[-1]) >= (count - gone)[:, None, None], -1)
-        ids = ids.expand(-1, heads, -1)
+        logits = self._logits(layer, chooser, old_k, scale)  # [R, Hq, n]
+        mass = reduce_heads(logits, heads, s, forced)  # [R, H or 1, n]
+        ids = (_pooled if s.pool else _each)(mass, count - gone, forced).expand(-1, heads, -1)
         head = torch.arange(heads)[None, :, None]
         picked = ids.clamp(min=0)
         k, v = (x.transpose(1, 2)[picked, head].flatten(2, 3) for x in (old_k, old_v))  # [R, H, tokens, D]
@@ -131,20 +189,27 @@ class SparseView:
         new = new.masked_fill(
             (torch.arange(n * size, start + rows) > position[:, None])[:, None, None], -torch.inf
         )
-        scores, centre_v = [old, new], old_v.mean(1)
+        scores, rest = [old, new], old_v.mean(1)  # rest [n, H, D]: mean values
         if s.estimate:
-            centre = torch.einsum("rhgd,nhd->rhgn", query, old_k.mean(1)) * scale + math.log(size)
+            if s.estimate == "centroid":
+                weight = torch.einsum("rhgd,nhd->rhgn", query, old_k.mean(1)) * scale + math.log(size)
+            else:
+                weight = logits.unflatten(1, (heads, -1))
             chosen = torch.zeros(rows, heads, n + 1, dtype=torch.bool)  # the last column is for -1
             chosen.scatter_(-1, ids.where(ids >= 0, n), True)
-            scores.append(centre.masked_fill(chosen[:, :, None, :n], -torch.inf))
+            weight = weight.masked_fill(chosen[:, :, None, :n], -torch.inf)
+            if s.estimate in ("mean", "zero"):
+                weight = weight.logsumexp(-1, keepdim=True)
+                rest = rest.mean(0, keepdim=True) * (s.estimate == "mean")
+            scores.append(weight)
         parts = torch.softmax(torch.cat(scores, -1), -1).split([x.shape[-1] for x in scores], -1)
         out = parts[0] @ v + torch.einsum("rhgt,thd->rhgd", parts[1], new_v)
         if s.estimate:
-            out = out + torch.einsum("rhgn,nhd->rhgd", parts[2], centre_v)
+            out = out + torch.einsum("rhgn,nhd->rhgd", parts[2], rest)
         return out.reshape(q.shape)
 
-    def _mass(self, layer: int, q: Tensor, blocks: Tensor, scale: float) -> Tensor:
-        """blocks [n, B, H, D] -> [R, H or 1, n]. Sketches are kept, and extended as the prefix grows."""
+    def _logits(self, layer: int, q: Tensor, blocks: Tensor, scale: float) -> Tensor:
+        """blocks [n, B, H, D] -> [R, Hq, n]. Sketches are kept, and extended as the prefix grows."""
         s = self.sparse
         assert s is not None
         key, n = (s.selector, s.block, layer), len(blocks)
@@ -157,8 +222,7 @@ class SparseView:
             more = selector.build(blocks[have:])
             sketch = {name: torch.cat((x, more[name])) for name, x in sketch.items()}
             self.sketches[key] = selector, sketch
-        mass = selector.score(q, {name: x[None, :n] for name, x in sketch.items()}, scale)
-        return mass if s.per_head else per_layer(mass)
+        return selector.logits(q * scale, {name: x[None, :n] for name, x in sketch.items()})
 
 
 class Decoder:
