@@ -15,6 +15,7 @@ from typing import Any, get_args, get_type_hints
 
 from nano_oasis.request import KV_MODES, MISS_POLICIES
 
+DRAFTS = ("none", "ngram", "self", "model", "head", "auto")
 _UNITS = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
 _UNITS |= {"KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "TIB": 2**40}
 _UNITS |= {"K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
@@ -176,6 +177,19 @@ class EngineConfig:
     audit_recall: float = _oasis(
         0.0, "a request audited below this recall has its budget raised", low=0, high=1
     )
+    draft: str = _opt(
+        "none", "speculative decoding: who proposes tokens that the model then verifies", choices=DRAFTS
+    )
+    num_draft_tokens: int | None = _opt(
+        None, "draft tokens per request and step, always; default: as many as pay, 0 included", low=1, high=16
+    )
+    draft_model: str | None = _opt(None, "draft=model: the smaller checkpoint, with the same vocabulary")
+    draft_head: str | None = _opt(
+        None, "draft=head: file made by nano_oasis.spec.train; default: the built-in"
+    )
+    draft_layers: str | None = _opt(
+        None, "draft=self: the layers that draft, such as '0-5,28', or a file that calibration wrote"
+    )
     chat_template: str | None = _opt(None, "file with a chat template that replaces the model's")
     stall_timeout: float = _opt(120.0, "seconds without progress before health turns bad", low=1, high=86400)
 
@@ -196,6 +210,13 @@ class EngineConfig:
             raise ConfigError(
                 f"miss_policy: {self.miss_policy} means nothing with predictor=current: all is waited for"
             )
+        for name, kind in (("draft_model", "model"), ("draft_head", "head"), ("draft_layers", "self")):
+            if getattr(self, name) is not None and self.draft != kind:
+                raise ConfigError(f"{name}: needs draft={kind}, this engine has draft={self.draft}")
+        if self.draft == "model" and self.draft_model is None:
+            raise ConfigError("draft: model needs draft_model, the checkpoint that drafts")
+        if self.num_draft_tokens is not None and self.draft == "none":
+            raise ConfigError("num_draft_tokens: needs a draft, and draft is none")
         if self.audit_recall and not self.audit_every:
             raise ConfigError("audit_recall: needs audit_every, or nothing is ever audited")
 

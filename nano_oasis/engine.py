@@ -29,9 +29,9 @@ from nano_oasis.request import (
     Submission,
     TokenEvent,
 )
-from nano_oasis.runner import Runner
+from nano_oasis.runner import Drawn, Runner
 from nano_oasis.scheduler.scheduler import Scheduler
-from nano_oasis.text import TextStream
+from nano_oasis.text import TextStream, make_event, take_token
 from nano_oasis.tokenizer import Tokenizer
 
 log = logging.getLogger(__name__)
@@ -184,7 +184,9 @@ class Engine:
         plan = self.scheduler.plan()
         if not plan.rows:
             self._no_progress()
+        executing = time.monotonic()
         results = self._execute(plan.rows) if plan.rows else []
+        self._learn(plan.rows, results, time.monotonic() - executing)
         for row, result in zip(plan.rows, results, strict=True):
             try:
                 self._commit(row, result)
@@ -193,9 +195,10 @@ class Engine:
                 self._finish(row.request, "error", f"request failed: {error!r}")
         self._flush()
         self._progress = time.monotonic()
-        self._count(plan.rows, len(plan.preempted), self._progress - began)
+        drawn = sum(len(r.tokens) for r in results if isinstance(r, Drawn))
+        self._count(plan.rows, drawn, len(plan.preempted), self._progress - began)
 
-    def _execute(self, rows: list[ScheduledRow]) -> list[SampledToken | Exception | None]:
+    def _execute(self, rows: list[ScheduledRow]) -> list[Drawn | Exception | None]:
         """Run a batch. If it fails, run its rows one by one, so that only the guilty ones fail."""
         try:
             return list(self.runner.execute(rows))
@@ -205,7 +208,19 @@ class Engine:
                 return [error]
             return [self._execute([row])[0] for row in rows]
 
-    def _commit(self, row: ScheduledRow, result: SampledToken | Exception | None) -> None:
+    def _learn(
+        self, rows: list[ScheduledRow], results: list[Drawn | Exception | None], seconds: float
+    ) -> None:
+        """What drafts brought and cost: for the metrics, and for the next steps' drafts."""
+        policy, drawn = self.scheduler.drafts, [r for r in results if isinstance(r, Drawn)]
+        if policy is None or not drawn:
+            return
+        self.metrics.drafts([(d.num_drafts, len(d.tokens) - 1) for d in drawn if d.num_drafts])
+        if len(drawn) == len(rows) and all(row.is_decode for row in rows):
+            tokens = sum(len(d.tokens) for d in drawn)
+            policy.record(len(rows), sum(d.num_drafts for d in drawn), tokens, seconds)
+
+    def _commit(self, row: ScheduledRow, result: Drawn | Exception | None) -> None:
         request = row.request
         if isinstance(result, Exception):
             raise result
@@ -216,8 +231,15 @@ class Engine:
         elif result is None:
             self.scheduler.commit(row, None)
         else:
-            self.scheduler.commit(row, result.token_id)
-            self._advance(request, result)
+            first, *more = result.tokens
+            self.scheduler.commit(row, first.token_id)
+            self._advance(request, first)
+            for drawn in more:  # what follows an accepted draft, unless the request has ended
+                if not request.finished:
+                    self.scheduler.accept(request, drawn.token_id)
+                    self._advance(request, drawn)
+            if row.max_drafts and not request.finished:
+                self.scheduler.give_back(request)
 
     def _advance(self, request: Request, drawn: SampledToken) -> None:
         """A new token: its text, its event, and whether it is the last."""
@@ -228,17 +250,7 @@ class Engine:
         elif request.last_token_time is not None:
             self.metrics.inter_token(now - request.last_token_time)
         request.last_token_time = now
-        token, params, text = drawn.token_id, request.params, ""
-        reason = None
-        if token in request.end_ids or token in (params.stop_token_ids or ()):
-            reason = "stop"
-            request.stop_reason = None if token in request.end_ids else token
-        else:
-            text = request.text.push([token], len(request.output_ids) >= params.min_tokens)
-            if request.text.stopped_by is not None:
-                reason, request.stop_reason = "stop", request.text.stopped_by
-            elif request.num_tokens >= request.max_len:
-                reason = "length"
+        text, reason = take_token(request, drawn.token_id)
         self._release_siblings(request)
         if reason:
             self._finish(request, reason, text=text, drawn=drawn)
@@ -270,29 +282,14 @@ class Engine:
             log.exception("request %d: the end of its text is lost", request.id)
         self._emit(request, text, drawn)
         request.sink = request.text = None
+        self.runner.forget(request)
         with self._wake:
             self._live.pop(request.id, None)
             self._wake.notify_all()
         self._count_finished(request)
 
     def _emit(self, request: Request, text: str, drawn: SampledToken | None) -> None:
-        prompt_logprobs = None
-        if request.index == 0 and request.prompt_logprobs and not request.prompt_logprobs_sent:
-            prompt_logprobs, request.prompt_logprobs_sent = tuple(request.prompt_logprobs), True
-        wants = request.params.logprobs is not None and drawn is not None and drawn.logprob is not None
-        event = TokenEvent(
-            index=request.index,
-            text=text,
-            token_ids=() if drawn is None else (drawn.token_id,),
-            logprobs=(drawn.logprob,) if wants and drawn and drawn.logprob else None,
-            finish_reason=request.finish_reason,
-            stop_reason=request.stop_reason,
-            error=request.error,
-            num_cached_tokens=request.num_cached,
-            kv_bytes=request.kv_bytes if request.finished else None,
-            prompt_logprobs=prompt_logprobs,
-        )
-        self._events.append((request.sink, event))
+        self._events.append((request.sink, make_event(request, text, drawn)))
 
     def _flush(self) -> None:
         if self._events:
@@ -321,9 +318,9 @@ class Engine:
         self.metrics.step(0, 0, 0, self.info.num_blocks, 0, 0, 0.0)
         self._on_stop()
 
-    def _count(self, rows: list[ScheduledRow], preempted: int, seconds: float) -> None:
+    def _count(self, rows: list[ScheduledRow], drawn: int, preempted: int, seconds: float) -> None:
         prompt = sum(min(r.num_tokens, max(len(r.request.prompt_ids) - r.start, 0)) for r in rows)
-        self._gauges(prompt, sum(r.samples for r in rows), seconds)
+        self._gauges(prompt, drawn, seconds)
         self.metrics.preempted(preempted)
         self.metrics.prefix_cache(*self.scheduler.take_hit_counts())
 

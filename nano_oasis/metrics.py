@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import functools
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
 from prometheus_client import (
@@ -102,6 +102,15 @@ class Metrics:
         self._hit = self._counter("prefix_cache_hits", "prompt tokens found in the prefix cache")
         self._preempted = self._counter("num_preemptions", "requests put back to be recomputed")
 
+        self._drafts = self._counter(
+            "spec_decode_num_drafts", "times draft tokens of a request were verified"
+        )
+        self._draft_tokens = self._counter("spec_decode_num_draft_tokens", "draft tokens verified")
+        self._accepted = self._counter("spec_decode_num_accepted_tokens", "draft tokens accepted")
+        self._accepted_at = self._counter(
+            "spec_decode_num_accepted_tokens_per_pos", "accepted, by place in the draft", "position"
+        )
+
         self._ttft = self._histogram("time_to_first_token_seconds", "arrival to first token", _LATENCY_S)
         self._itl = self._histogram("inter_token_latency_seconds", "between two tokens", _INTERVAL_S)
         self._e2e = self._histogram("e2e_request_latency_seconds", "arrival to last token", _LATENCY_S)
@@ -177,6 +186,16 @@ class Metrics:
     def prefix_cache(self, query_tokens: int, hit_tokens: int) -> None:
         self._queried.inc(query_tokens)
         self._hit.inc(hit_tokens)
+
+    @_contained
+    def drafts(self, verified: Sequence[tuple[int, int]]) -> None:
+        """A step's drafts: for each request that had any, (draft tokens verified, of these accepted)."""
+        for proposed, right in verified:
+            self._drafts.inc()
+            self._draft_tokens.inc(proposed)
+            self._accepted.inc(right)
+            for position in range(right):
+                self._accepted_at.labels(self._model, str(position)).inc()
 
     @_contained
     def preempted(self, count: int) -> None:

@@ -10,7 +10,7 @@ import enum
 import math
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 MAX_STOP_STRINGS = 16
@@ -236,13 +236,33 @@ class Submission:
 class ScheduledRow:
     """Positions [start, start + num_tokens) of `request` are computed this step.
 
-    `samples`: the last of them is the newest known token, so the row yields the next one.
+    `samples`: the last known token is among them, so the row yields the next one. `max_drafts`: so many
+    draft tokens may follow it, their places are reserved; what is accepted with less chance than `price` does
+    not pay. `drafts`: those that do follow; they count in num_tokens.
     """
 
     request: Request
     start: int
     num_tokens: int
     samples: bool
+    max_drafts: int = 0
+    price: float = 0.0
+    drafts: tuple[int, ...] = ()
+
+    @property
+    def is_decode(self) -> bool:
+        """The newest token, with or without drafts: one query each, and no prompt to finish."""
+        return self.num_tokens == 1 + len(self.drafts) and self.start >= len(self.request.prompt_ids)
+
+    def with_drafts(self, drafts: Sequence[int]) -> ScheduledRow:
+        """This row with draft tokens after its own."""
+        count = self.num_tokens - len(self.drafts) + len(drafts)
+        return replace(self, num_tokens=count, drafts=tuple(drafts))
+
+    def token_ids(self) -> list[int]:
+        """What is computed, drafts last."""
+        known = self.start + self.num_tokens - len(self.drafts)
+        return self.request.tokens(self.start, known) + list(self.drafts)
 
 
 @dataclass(slots=True)

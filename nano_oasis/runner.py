@@ -1,19 +1,24 @@
 """One step on the device: a plan in, tokens out.
 
-Owns: turning rows into flat tensors and hidden states into samples.
+Owns: turning rows into flat tensors and hidden states into samples; drafting before, verifying after.
 Must not know: why these rows were chosen, what becomes of the tokens, text, sockets.
 """
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Protocol
 
 import torch
 
 from nano_oasis.memory.dense_kv import KVStore, KVView
-from nano_oasis.request import SampledToken, ScheduledRow
+from nano_oasis.request import Request, SampledToken, ScheduledRow
 from nano_oasis.sampler import Sampler, token_logprobs
+from nano_oasis.spec.draft import Draft, accepted
+
+log = logging.getLogger(__name__)
 
 _LOGIT_ROWS = 64  # prompt log-probabilities are made this many positions at a time: V is large
 
@@ -30,40 +35,96 @@ class KVFailure(RuntimeError):
     """A request's KV could not be brought to where it was needed."""
 
 
+@dataclass(frozen=True, slots=True)
+class Drawn:
+    """What a row gave: the accepted drafts and the token after them, in order; at least one."""
+
+    tokens: list[SampledToken]
+    num_drafts: int = 0  # verified; len(tokens) - 1 of them were right
+
+
+def _kept(row: ScheduledRow, drawn: Drawn | None) -> ScheduledRow:
+    """The row as far as it is valid: KV of drafts that were wrong is not kept, and will be written over."""
+    return row.with_drafts(row.drafts[: len(drawn.tokens) - 1]) if drawn and row.drafts else row
+
+
 class Runner:
     """Executes step plans against one model and one KV store."""
 
-    def __init__(self, model: Decoder, kv: KVStore, sampler: Sampler, device: str = "cpu") -> None:
+    def __init__(
+        self, model: Decoder, kv: KVStore, sampler: Sampler, device: str = "cpu", draft: Draft | None = None
+    ) -> None:
         self.model = model
         self.kv = kv
         self.sampler = sampler
         self.device = device
+        self.draft = draft
 
     @torch.inference_mode()
-    def execute(self, rows: Sequence[ScheduledRow]) -> list[SampledToken | KVFailure | None]:
-        """Compute every row; one entry per row, None where the row does not sample.
+    def execute(self, plan: Sequence[ScheduledRow]) -> list[Drawn | KVFailure | None]:
+        """Draft, compute every row, verify; one entry per row, None where the row does not sample.
 
         Prompt log-probabilities, if asked for, are appended to their requests on the way.
         """
+        rows = self._with_drafts(plan)
         token_ids, positions, starts = self._flatten(rows)
         hidden = self.model.forward(token_ids, positions, self.kv.begin(rows))  # [T, H]
-        failures = self.kv.end(rows)
         for i, row in enumerate(rows):
             if row.request.params.prompt_logprobs is not None:
                 self._prompt_logprobs(row, hidden[starts[i] : starts[i + 1]])
+        results = self._sample(rows, hidden, starts)
+        failures = self.kv.end([_kept(row, drawn) for row, drawn in zip(rows, results, strict=True)])
+        return [
+            KVFailure(failures[row.request.id]) if row.request.id in failures else drawn
+            for row, drawn in zip(rows, results, strict=True)
+        ]
+
+    def forget(self, request: Request) -> None:
+        """The request has ended."""
+        if self.draft is not None:
+            self.draft.forget(request.id)
+
+    def _with_drafts(self, plan: Sequence[ScheduledRow]) -> list[ScheduledRow]:
+        """The rows with the draft tokens that were found for them. A draft that fails costs only itself."""
+        rows, asked = list(plan), [i for i, row in enumerate(plan) if row.max_drafts]
+        if self.draft is None or not asked:
+            return rows
+        try:
+            found = self.draft.propose([rows[i] for i in asked], self.kv)
+        except Exception:
+            log.exception("the draft %s failed; this step goes without", self.draft.name)
+            return rows
+        for i, drafts in zip(asked, found, strict=True):
+            rows[i] = rows[i].with_drafts(drafts[: rows[i].max_drafts])
+        return rows
+
+    def _sample(
+        self, rows: Sequence[ScheduledRow], hidden: torch.Tensor, starts: Sequence[int]
+    ) -> list[Drawn | None]:
+        """The target's token after each row's newest token and after each of its drafts; those to keep."""
+        results: dict[int, Drawn] = {}
         sampling = [i for i, row in enumerate(rows) if row.samples]
-        last = torch.tensor([starts[i + 1] - 1 for i in sampling], dtype=torch.int64, device=self.device)
-        results: list[SampledToken | KVFailure | None] = [None] * len(rows)
-        if sampling:
-            logits = self.model.logits(hidden[last])
-            for i, token in zip(
-                sampling, self.sampler(logits, [rows[i].request for i in sampling]), strict=True
-            ):
-                results[i] = token
-        for i, row in enumerate(rows):
-            if row.request.id in failures:
-                results[i] = KVFailure(failures[row.request.id])
-        return results
+        if not sampling:
+            return [None] * len(rows)
+        ahead = [j for i in sampling for j in range(len(rows[i].drafts) + 1)]
+        requests = [rows[i].request for i in sampling for _ in range(len(rows[i].drafts) + 1)]
+        at = [
+            starts[i + 1] - 1 - len(rows[i].drafts) + j
+            for i in sampling
+            for j in range(len(rows[i].drafts) + 1)
+        ]
+        states = hidden[torch.tensor(at, device=self.device)]  # [N, H]
+        drawn, first, last = self.sampler(self.model.logits(states), requests, ahead), 0, []
+        for i in sampling:
+            drafts = rows[i].drafts
+            kept = accepted(drafts, drawn[first : first + len(drafts) + 1])
+            results[i] = Drawn(kept, len(drafts))
+            last.append(first + len(kept) - 1)
+            first += len(drafts) + 1
+        if self.draft is not None:
+            right = [len(results[i].tokens) - 1 for i in sampling]
+            self.draft.observe([rows[i] for i in sampling], right, states[last])
+        return [results.get(i) for i in range(len(rows))]
 
     def _flatten(self, rows: Sequence[ScheduledRow]) -> tuple[torch.Tensor, torch.Tensor, list[int]]:
         """token_ids [T], positions [T] (int64), and where each row starts in them (one more entry: T)."""
@@ -71,9 +132,8 @@ class Runner:
         positions: list[int] = []
         starts = [0]
         for row in rows:
-            end = row.start + row.num_tokens
-            tokens += row.request.tokens(row.start, end)
-            positions += range(row.start, end)
+            tokens += row.token_ids()
+            positions += range(row.start, row.start + row.num_tokens)
             starts.append(len(tokens))
         return torch.tensor(tokens).to(self.device), torch.tensor(positions).to(self.device), starts
 

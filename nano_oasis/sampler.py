@@ -32,8 +32,14 @@ class Sampler:
     def __init__(self, num_tokens: int) -> None:
         self.num_tokens = num_tokens
 
-    def __call__(self, logits: torch.Tensor, requests: Sequence[Request]) -> list[SampledToken]:
-        """logits [N, V] fp32, one row per request, overwritten. Returns N tokens."""
+    def __call__(
+        self, logits: torch.Tensor, requests: Sequence[Request], ahead: Sequence[int] | None = None
+    ) -> list[SampledToken]:
+        """logits [N, V] fp32, one row per request, overwritten. Returns N tokens.
+
+        ahead: per row, how many draft tokens are assumed after what the request has; default: none.
+        """
+        ahead = ahead or [0] * len(requests)
         if not requests:
             return []
         logits[:, self.num_tokens :] = -torch.inf
@@ -41,13 +47,16 @@ class Sampler:
             raise FloatingPointError("the model's logits are not numbers")
         raw = self._copies_for_logprobs(logits, requests)
         for row, request in enumerate(requests):
-            ban_ends(logits[row], request)
+            ban_ends(logits[row], request, ahead[row])
         drawn = logits.argmax(dim=-1)  # [N]; greedy rows are done
         sampled = [i for i, r in enumerate(requests) if not r.params.greedy]
         if sampled:
             chosen = [requests[i] for i in sampled]
             rows = logits if len(sampled) == len(requests) else logits[sampled]
-            draws = [uniform(r.seed, r.index, r.num_tokens) for r in chosen]
+            draws = [
+                uniform(requests[i].seed, requests[i].index, requests[i].num_tokens + ahead[i])
+                for i in sampled
+            ]
             drawn[sampled] = draw(probabilities(rows, [r.params for r in chosen]), draws)
         out = [SampledToken(t) for t in drawn.tolist()]
         for row, values in raw.items():
@@ -60,10 +69,10 @@ class Sampler:
         return {i: logits[i].clone() for i, r in enumerate(requests) if r.params.logprobs is not None}
 
 
-def ban_ends(logits: torch.Tensor, request: Request) -> None:
+def ban_ends(logits: torch.Tensor, request: Request, ahead: int = 0) -> None:
     """Until min_tokens are out, no end token and no stop id can be drawn. logits [V], in place."""
     p = request.params
-    if len(request.output_ids) < p.min_tokens:
+    if len(request.output_ids) + ahead < p.min_tokens:
         banned = [i for i in (*request.end_ids, *(p.stop_token_ids or ())) if i < len(logits)]
         logits[banned] = -torch.inf
 

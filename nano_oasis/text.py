@@ -1,6 +1,6 @@
-"""From a request's token ids to its settled text: detokenising, and stopping at strings.
+"""From a request's token ids to its settled text: detokenising, and what ends a request.
 
-Owns: what text may be shown already, and whether a stop string ended the request.
+Owns: what text may be shown already, whether a new token is the last, the event that says so.
 Must not know: where tokens come from, blocks, sockets.
 """
 
@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from nano_oasis.request import Request, SampledToken, TokenEvent
 from nano_oasis.tokenizer import IncrementalDecoder, Tokenizer
 
 
@@ -57,3 +58,36 @@ def _overlap(text: str, stop: str) -> int:
         if stop.startswith(text[-n:]):
             return n
     return 0
+
+
+def take_token(request: Request, token: int) -> tuple[str, str | None]:
+    """The newest token -> settled text, and the finish reason if it is the last; sets stop_reason."""
+    params = request.params
+    if token in request.end_ids or token in (params.stop_token_ids or ()):
+        request.stop_reason = None if token in request.end_ids else token
+        return "", "stop"
+    text = request.text.push([token], len(request.output_ids) >= params.min_tokens)
+    if request.text.stopped_by is not None:
+        request.stop_reason = request.text.stopped_by
+        return text, "stop"
+    return text, "length" if request.num_tokens >= request.max_len else None
+
+
+def make_event(request: Request, text: str, drawn: SampledToken | None) -> TokenEvent:
+    """What is said about a token, or about an end without one."""
+    prompt_logprobs = None
+    if request.index == 0 and request.prompt_logprobs and not request.prompt_logprobs_sent:
+        prompt_logprobs, request.prompt_logprobs_sent = tuple(request.prompt_logprobs), True
+    wants = request.params.logprobs is not None and drawn is not None
+    return TokenEvent(
+        index=request.index,
+        text=text,
+        token_ids=() if drawn is None else (drawn.token_id,),
+        logprobs=(drawn.logprob,) if wants and drawn and drawn.logprob else None,
+        finish_reason=request.finish_reason,
+        stop_reason=request.stop_reason,
+        error=request.error,
+        num_cached_tokens=request.num_cached,
+        kv_bytes=request.kv_bytes if request.finished else None,
+        prompt_logprobs=prompt_logprobs,
+    )

@@ -96,6 +96,8 @@ def make_engine(
     seed: int | None = None,
     deliver=call_sinks,
     stall_timeout: float = 60.0,
+    draft=None,
+    policy=None,
 ) -> Engine:
     """An engine whose loop is not started: tests call turn() themselves, or start() it."""
     cache = KVCache.allocate(MODEL, num_blocks, block_size, torch.float64, "cpu")
@@ -104,8 +106,8 @@ def make_engine(
     limit = max_model_len or num_blocks * block_size
     info = EngineInfo("fake", "float64", "cpu", block_size, num_blocks, num_blocks * block_size, 0, limit)
     return Engine(
-        Runner(model or FakeModel(), DenseKV(cache, select_kernels("cpu")), Sampler(VOCAB)),
-        Scheduler(blocks, max_num_seqs, max_num_batched_tokens),
+        Runner(model or FakeModel(), DenseKV(cache, select_kernels("cpu")), Sampler(VOCAB), draft=draft),
+        Scheduler(blocks, max_num_seqs, max_num_batched_tokens, drafts=policy),
         FakeTokenizer(),
         MODEL,
         info,

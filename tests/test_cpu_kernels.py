@@ -53,6 +53,29 @@ def test_decode_equals_float64(case: Case, threads: int) -> None:
     assert torch.equal(decode(x, case.window, context_list=x.batch.context_list), got)
 
 
+@pytest.mark.parametrize("seed", range(20))
+def test_decode_of_rows_that_share_blocks_equals_the_torch_twin(seed: int, threads: int) -> None:
+    """Drafts see a little more each; requests with one prompt go apart after it."""
+    draw = torch.Generator().manual_seed(seed)
+    contexts = torch.randint(1, 400, (5,), generator=draw).tolist()
+    case = Case("", tuple((n - 1, 1) for n in contexts), heads=9, kv_heads=3, dim=64, block_size=16)
+    x = build(case, torch.float32, seed=seed)
+    rows = torch.randint(0, 5, (9,), generator=draw).sort().values
+    table = x.batch.block_table[rows].clone()
+    lens = torch.tensor([int(torch.randint(1, contexts[r] + 1, (), generator=draw)) for r in rows])
+    alike = rows[:-1].eq(rows[1:]).nonzero()[:, 0]
+    if seed % 2 and len(alike) and contexts[int(rows[alike[0]])] > 64:
+        width = -(-contexts[int(rows[alike[0]])] // 16)  # the same first block, others after it
+        table[alike[0], 1:width] = table[alike[0], 1:width].flip(0)
+    q, lens = torch.randn(9, 9, 64, generator=draw), lens.int()
+    window = [None, 40][seed % 3 == 0]
+    args = q, x.k_cache, x.v_cache, table, lens, SCALE, window
+    want, want_lse = reference.paged_decode(*args, return_lse=True)
+    got, lse = cpu_decode.paged_decode(*args, return_lse=True)
+    near(got, want)
+    near(lse, want_lse)
+
+
 @pytest.mark.parametrize("seed", range(30))
 def test_decode_fuzz_equals_the_torch_twin(seed: int, threads: int) -> None:
     draw = torch.Generator().manual_seed(seed)

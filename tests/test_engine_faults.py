@@ -53,8 +53,8 @@ def test_B031_a_fault_in_one_request_stays_there(where, monkeypatch):
     else:
         whole = type(engine.runner.sampler).__call__
 
-        def sample(self, logits, requests):
-            return 1 / 0 if guilty in requests else whole(self, logits, requests)
+        def sample(self, logits, requests, ahead=None):
+            return 1 / 0 if guilty in requests else whole(self, logits, requests, ahead)
 
         monkeypatch.setattr(type(engine.runner.sampler), "__call__", sample)
     run(engine, good, bad)

@@ -3,10 +3,11 @@
 Owns: the compiled version of reference.paged_decode. Must not know: requests, the model, sketches.
 Letters in shapes as in reference.py.
 
-The visible blocks of all rows are laid end to end and cut into equal shares, one for each thread, so rows
-of any lengths keep all threads busy. A share keeps, per head, the running
-maximum, sum and weighted values (online softmax); a row cut by a share's edge is merged by log-sum-exp.
-The blocks of a share are taken eight at a time: scores, exp, values, each alone keeping the CPU's units busy.
+The visible blocks of all rows are laid end to end and cut into equal shares, some for each thread, so rows
+of any lengths keep all threads busy. Rows of one text (drafts, a shared prompt) go through it side by side.
+A share keeps, per head, the running maximum, sum and weighted values (online softmax); a row cut by a share's
+edge is merged by log-sum-exp. The blocks of a share are taken eight at a time: scores, exp, values, each alone
+keeping the CPU's units busy.
 """
 
 from __future__ import annotations
@@ -78,7 +79,7 @@ def paged_decode(
     out = np.empty((shares, rows, heads, dim), np.float32)
     lse = np.empty((shares, rows, heads), np.float32)
     scratch = np.empty((shares, heads, -(-CHUNK * k.shape[1] // LANES) * LANES + LANES), np.float32)
-    sums = np.empty((shares, heads), np.float32)
+    sums = np.empty((shares, rows, heads), np.float32)
     run_shares(
         _decode, shares, query, k, v, table, lens, window or 0, np.float32(scale), scratch, sums, out, lse
     )
@@ -99,50 +100,104 @@ def _decode_share(share, shares, q, k, v, table, lens, window, scale, scratch, s
     """A share's part of every row -> outs[share] and lses[share], zeros and -inf where it has none."""
     outs[share] = _ZERO
     lses[share] = _NEG_INF
-    out, lse, weights, sums = outs[share], lses[share], scratch[share], sums_of[share]
-    size = k.shape[1]
-    total = 0
-    for r in range(len(lens)):
-        first = max(0, lens[r] - window) // size if window else 0
-        total += (lens[r] + size - 1) // size - first
+    size, rows = k.shape[1], len(lens)
+    total, r = 0, 0
+    while r < rows:
+        end_row = _alike(table, r)
+        first, count = _columns(lens, window, size, r, end_row)
+        total += count * (end_row - r)
+        r = end_row
     begin, end = total * share // shares, total * (share + 1) // shares
-    at = 0
-    for r in range(len(lens)):
-        seen_from = max(0, lens[r] - window) if window else 0
-        first = seen_from // size
-        count = (lens[r] + size - 1) // size - first
-        low, high = max(begin - at, 0), min(end - at, count)
-        at += count
+    at, r = 0, 0
+    while r < rows:
+        end_row = _alike(table, r)
+        first, count = _columns(lens, window, size, r, end_row)
+        n = end_row - r
+        low = min(max((begin - at + n - 1) // n, 0), count)
+        high = min(max((end - at + n - 1) // n, 0), count)
+        at += count * n
         if low < high:
-            low, high = first + low, first + high
-            _row(q[r], k, v, table[r], seen_from, lens[r], scale, low, high, weights, sums, out[r], lse[r])
+            _rows(
+                q, k, v, table, lens, window, scale, r, end_row, first + low, first + high,
+                scratch[share], sums_of[share], outs[share], lses[share],
+            )  # fmt: skip
+        r = end_row
 
 
 @jit
-def _row(q, k, v, table, seen_from, seen_to, scale, first, last, weights, sums, acc, most):  # type: ignore[no-untyped-def]
-    """One row's blocks [first, last) of positions [seen_from, seen_to) -> acc [H, D], most [H]."""
-    heads, dim = q.shape
-    size = k.shape[1]
-    sums[:] = _ZERO
+def _alike(table, r):  # type: ignore[no-untyped-def]
+    """One past the last row that begins with the same block as row r: drafts, or a shared prompt."""
+    end = r + 1
+    while end < len(table) and table[end, 0] == table[r, 0]:
+        end += 1
+    return end
+
+
+@jit
+def _columns(lens, window, size, r, end_row):  # type: ignore[no-untyped-def]
+    """First block that any of the rows sees, and how many blocks there are up to the last."""
+    first, last = 1 << 30, 0
+    for i in range(r, end_row):
+        first = min(first, max(0, lens[i] - window) // size if window else 0)
+        last = max(last, (lens[i] + size - 1) // size)
+    return first, max(last - first, 0)
+
+
+@jit
+def _rows(q, k, v, table, lens, window, scale, r0, r1, first, last, weights, sums_of, out, lse):  # type: ignore[no-untyped-def]
+    """Blocks [first, last) of rows [r0, r1) -> out, lse of these rows.
+
+    The rows take turns at every few blocks, so what they share comes from memory once.
+    """
+    heads, dim, size = q.shape[1], q.shape[2], k.shape[1]
+    sums_of[r0:r1] = _ZERO
     for low in range(first, last, CHUNK):
-        high = min(low + CHUNK, last)
-        count = 0
-        for b in range(low, high):
-            begin, end = max(seen_from - b * size, 0), min(seen_to - b * size, size)  # tokens of this block
-            _score(q, k, table[b], table[min(b + 1, last - 1)], begin, end, weights, count)
-            count += end - begin
+        for r in range(r0, r1):
+            seen_from = max(0, lens[r] - window) if window else 0
+            begin = max(low, seen_from // size)
+            end = min(min(low + CHUNK, last), (lens[r] + size - 1) // size)
+            if begin < end:
+                _chunk(
+                    q[r],
+                    k,
+                    v,
+                    table[r],
+                    seen_from,
+                    lens[r],
+                    scale,
+                    begin,
+                    end,
+                    weights,
+                    sums_of[r],
+                    out[r],
+                    lse[r],
+                )
+    for r in range(r0, r1):
+        sums, most, acc = sums_of[r], lse[r], out[r]
+        if most[0] == _NEG_INF and sums[0] == _ZERO:
+            continue  # none of its blocks are here
         for h in range(heads):
-            _soften(weights[h], count, scale, h, most, sums, acc[h])
-        count = 0
-        for b in range(low, high):
-            begin, end = max(seen_from - b * size, 0), min(seen_to - b * size, size)
-            _add_values(weights, count, v, table[b], table[min(b + 1, last - 1)], begin, end, acc)
-            count += end - begin
-    for h in range(heads):
-        share = splat(_ONE / sums[h])
-        for d in range(0, dim, LANES):
-            store(acc[h], d, mul(share, load(acc[h], d)))
-        most[h] += np.log(sums[h])  # the maximum becomes the log-sum-exp
+            share = splat(_ONE / sums[h])
+            for d in range(0, dim, LANES):
+                store(acc[h], d, mul(share, load(acc[h], d)))
+            most[h] += np.log(sums[h])  # the maximum becomes the log-sum-exp
+
+
+@jit
+def _chunk(q, k, v, table, seen_from, seen_to, scale, low, high, weights, sums, acc, most):  # type: ignore[no-untyped-def]
+    """One row's blocks [low, high) of positions [seen_from, seen_to), added to acc [H, D], sums, most [H]."""
+    size, count = k.shape[1], 0
+    for b in range(low, high):
+        begin, end = max(seen_from - b * size, 0), min(seen_to - b * size, size)  # tokens of this block
+        _score(q, k, table[b], table[min(b + 1, high - 1)], begin, end, weights, count)
+        count += end - begin
+    for h in range(len(q)):
+        _soften(weights[h], count, scale, h, most, sums, acc[h])
+    count = 0
+    for b in range(low, high):
+        begin, end = max(seen_from - b * size, 0), min(seen_to - b * size, size)
+        _add_values(weights, count, v, table[b], table[min(b + 1, high - 1)], begin, end, acc)
+        count += end - begin
 
 
 @jit

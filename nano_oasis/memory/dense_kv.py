@@ -63,7 +63,13 @@ class DenseKV:
     device: str = "cpu"
 
     def begin(self, rows: Sequence[ScheduledRow]) -> DenseView:
-        parts = [(row.request.block_table, row.start, row.num_tokens) for row in rows]
+        parts: list[tuple[list[int], int, int]] = []
+        for row in rows:
+            table = row.request.block_table
+            if row.is_decode:  # the newest token and its drafts: a row with one query for each
+                parts += [(table, at, 1) for at in range(row.start, row.start + row.num_tokens)]
+            else:
+                parts.append((table, row.start, row.num_tokens))
         return DenseView(self.cache, make_batch(parts, self.cache.block_size, self.device), self.kernels)
 
     def end(self, rows: Sequence[ScheduledRow]) -> dict[int, str]:

@@ -7,6 +7,7 @@ Must not know: torch, tensors, text, why a request ends, or where KV bytes are.
 from __future__ import annotations
 
 import heapq
+from collections.abc import Sequence
 from typing import Protocol
 
 from nano_oasis.memory.blocks import BlockManager, OutOfBlocks
@@ -28,6 +29,17 @@ class Gate(Protocol):
         """Why the request could never run; None if it could."""
 
 
+class DraftPolicy(Protocol):
+    """How many draft tokens are worth computing; see draft_policy.py."""
+
+    price: float  # after counts(): the chance of acceptance below which a draft token does not pay
+
+    def counts(self, requests: Sequence[Request]) -> list[int]:
+        """For each decoding request of the batch, the most it may have."""
+
+    def record(self, requests: int, drafts: int, tokens: int, seconds: float) -> None: ...
+
+
 class Scheduler:
     """Continuous batching with one mixed batch per step: decodes first, then prefill chunks.
 
@@ -43,9 +55,11 @@ class Scheduler:
         max_num_seqs: int,
         max_num_batched_tokens: int,
         gate: Gate | None = None,
+        drafts: DraftPolicy | None = None,
     ) -> None:
         self.blocks = blocks
         self.gate = gate
+        self.drafts = drafts
         self.max_num_seqs = max_num_seqs
         self.max_num_batched_tokens = max_num_batched_tokens
         self.running: dict[int, Request] = {}
@@ -77,6 +91,7 @@ class Scheduler:
             if request.status is Status.RUNNING and request.is_decode and self._reserve(request, plan):
                 plan.rows.append(ScheduledRow(request, request.num_computed, 1, samples=True))
                 budget -= 1
+        budget -= self._add_drafts(plan, budget)
         for request in order:
             if budget and request.status is Status.RUNNING and not request.is_decode:
                 budget -= self._prefill(request, budget, plan)
@@ -104,6 +119,31 @@ class Scheduler:
         if missing > 0:
             request.block_table += self.blocks.allocate(missing)
         return True
+
+    def _add_drafts(self, plan: StepPlan, budget: int) -> int:
+        """Places for draft tokens after the decodes, as far as there is room: nobody gives way to a guess.
+
+        While prompts wait to be computed, drafts take no more than half of what the decodes leave.
+        """
+        if self.drafts is None or not plan.rows or plan.preempted:
+            return 0
+        if self._num_waiting or len(plan.rows) < len(self.running):
+            budget //= 2
+        taken, spare = 0, len(self.running)  # a block for every next decode stays free
+        for i, count in enumerate(self.drafts.counts([r.request for r in plan.rows])):
+            request = plan.rows[i].request
+            # The step may yield one token more than it has drafts; none of them past the limit.
+            count = min(count, budget - taken, request.max_len - request.num_tokens - 1)
+            missing = self.blocks.blocks_for(request.num_tokens + max(count, 0)) - len(request.block_table)
+            if count <= 0 or (missing > 0 and missing + spare > self.blocks.num_free):
+                continue
+            if missing > 0:
+                request.block_table += self.blocks.allocate(missing)
+            plan.rows[i] = ScheduledRow(
+                request, request.num_computed, 1, samples=True, max_drafts=count, price=self.drafts.price
+            )
+            taken += count
+        return taken
 
     def _preempt(self, victim: Request, plan: StepPlan) -> None:
         self._leave(victim)
@@ -155,15 +195,29 @@ class Scheduler:
     # --- after the step -----------------------------------------------------------------------
     def commit(self, row: ScheduledRow, token: int | None) -> None:
         """The row's KV is written: publish the blocks it filled, append the token it drew."""
-        request = row.request
-        request.num_computed = row.start + row.num_tokens
+        self._computed(row.request, row.start + row.num_tokens - len(row.drafts))
+        if token is not None:
+            row.request.output_ids.append(token)
+
+    def accept(self, request: Request, token: int) -> None:
+        """The newest token was drafted rightly, so its KV is there too: append what followed it."""
+        self._computed(request, request.num_computed + 1)
+        request.output_ids.append(token)
+
+    def give_back(self, request: Request) -> None:
+        """Release the blocks that were reserved for drafts which proved wrong."""
+        needed = self.blocks.blocks_for(request.num_tokens)
+        if len(request.block_table) > needed:
+            self.blocks.release(request.block_table[needed:])
+            del request.block_table[needed:]
+
+    def _computed(self, request: Request, count: int) -> None:
+        request.num_computed = count
         if request.num_computed // self.blocks.block_size > request.num_hashed:
             tokens = request.tokens(0, request.num_computed)
             request.num_hashed = self.blocks.publish(
                 tokens, request.block_table, request.num_hashed, request.salt
             )
-        if token is not None:
-            request.output_ids.append(token)
 
     def finish(self, request: Request, reason: str) -> None:
         """End a request in any state; its blocks are free (or cached) when this returns."""
