@@ -14,6 +14,7 @@ Must not know: requests, sampling, files. What to attend to is an argument, neve
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -102,17 +103,25 @@ class Model:
         # The reference rounds the scale to the weights' dtype before multiplying.
         self.embed_scale = float(torch.tensor(config.embed_scale).to(self.embed.dtype))
 
-    def forward(self, token_ids: torch.Tensor, positions: torch.Tensor, kv: KVView) -> torch.Tensor:
+    def forward(
+        self,
+        token_ids: torch.Tensor,
+        positions: torch.Tensor,
+        kv: KVView,
+        layers: Sequence[int] | None = None,
+    ) -> torch.Tensor:
         """Write this step's KV and return final hidden states.
 
-        token_ids, positions: [T] int64, the rows of the step one after another. Returns [T, H].
+        token_ids, positions: [T] int64, the rows of the step one after another. layers: those to run, for
+        drafts; default: all. Returns [T, H].
         """
         x = F.embedding(token_ids, self.embed)  # [T, H]
         if self.embed_scale != 1.0:
             x = x * self.embed_scale
         cos_sin = self._angles(self.rope, positions, x.dtype)
         local = self._angles(self.rope_local, positions, x.dtype) if self.rope_local is not None else cos_sin
-        for i, layer in enumerate(self.layers):
+        for i in range(len(self.layers)) if layers is None else layers:
+            layer = self.layers[i]
             h = self._norm(x, layer.attn_norm)
             h = self._attention(h, i, local if layer.local_rope else cos_sin, kv)
             x = x + (h if layer.post_attn_norm is None else self._norm(h, layer.post_attn_norm))

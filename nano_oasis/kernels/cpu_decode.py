@@ -6,7 +6,8 @@ Letters in shapes as in reference.py.
 The visible blocks of all rows are laid end to end and cut into equal shares, some for each thread, so rows
 of any lengths keep all threads busy. Rows of one text (drafts, a shared prompt) go through it side by side.
 A share keeps, per head, the running maximum, sum and weighted values (online softmax); a row cut by a share's
-edge is merged by log-sum-exp. The blocks are taken eight at a time: scores, exp, values, each alone keeping the CPU's units busy.
+edge is merged by log-sum-exp. The blocks are taken eight at a time: scores, exp, values, each alone keeping
+the CPU's units busy.
 """
 
 from __future__ import annotations

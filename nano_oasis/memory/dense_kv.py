@@ -36,6 +36,9 @@ class KVStore(Protocol):
 
     def begin(self, rows: Sequence[ScheduledRow]) -> KVView: ...
 
+    def peek(self, rows: Sequence[ScheduledRow]) -> KVView:
+        """A view for drafting, before begin(): what it writes at positions to come is provisional."""
+
     def report(self) -> tuple[dict[str, float], dict[str, float]] | None:
         """Counters and levels for Metrics.tiers; None where there is only one tier."""
 
@@ -71,6 +74,8 @@ class DenseKV:
             else:
                 parts.append((table, row.start, row.num_tokens))
         return DenseView(self.cache, make_batch(parts, self.cache.block_size, self.device), self.kernels)
+
+    peek = begin  # every position is written again when it is computed
 
     def end(self, rows: Sequence[ScheduledRow]) -> dict[int, str]:
         return {}  # nothing to do: what was written is where it stays

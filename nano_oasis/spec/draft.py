@@ -22,6 +22,7 @@ arXiv 2408.07978).
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
@@ -47,6 +48,29 @@ class Draft(Protocol):
 
     def forget(self, request_id: int) -> None:
         """The request has ended. Also called for requests that the draft never saw."""
+
+
+@dataclass
+class Chance:
+    """How often drafts were right lately: the later, the more it counts. Begins as if one of one had been."""
+
+    right: float = 1.0
+    verified: float = 1.0
+    memory: float = 0.8  # what is kept of the past at each observation
+
+    @property
+    def value(self) -> float:
+        """That a draft token is right, given that those before it are."""
+        return self.right / self.verified
+
+    def learn(self, right: int, proposed: int) -> None:
+        """The first `right` of `proposed` were accepted; those after the first wrong one are unknown."""
+        self.right = self.memory * self.right + right
+        self.verified = self.memory * self.verified + min(right + 1, proposed)
+
+    def worth(self, count: int, price: float) -> int:
+        """Of `count` tokens in a row, how many are accepted with a chance of at least `price`."""
+        return next((j for j in range(count) if self.value ** (j + 1) < price), count)
 
 
 def accepted(drafts: Sequence[int], drawn: Sequence[SampledToken]) -> list[SampledToken]:

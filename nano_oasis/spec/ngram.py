@@ -16,9 +16,9 @@ from typing import Any
 import torch
 
 from nano_oasis.request import Request, ScheduledRow
+from nano_oasis.spec.draft import Chance
 
 LONGEST, SHORTEST = 4, 2  # tokens that must agree; longer agreement is preferred
-MEMORY = 0.8  # how much of what it learned about a request a draft keeps when it learns more
 TRY_AGAIN = 16  # proposals not made before one is
 
 
@@ -26,14 +26,13 @@ TRY_AGAIN = 16  # proposals not made before one is
 class _Index:
     indexed: int = 0  # tokens whose n-grams are in; tokens of a request only ever grow
     after: dict[tuple[int, ...], int] = field(default_factory=dict)  # n-gram -> position after its latest
-    right: float = 1.0  # of drafts verified lately; begins as if one of one had been right
-    verified: float = 1.0
-    declined: int = 0  # proposals since the last
+    chances: dict[int, Chance] = field(default_factory=dict)  # by how many tokens agreed
+    agreed: int = 0  # in the last look-up
+    declined: int = 0  # look-ups since the last proposal
 
     @property
-    def chance(self) -> float:
-        """That a draft token is right, given that those before it are."""
-        return self.right / self.verified
+    def chance(self) -> Chance:
+        return self.chances.setdefault(self.agreed, Chance())
 
 
 class NGramDraft:
@@ -43,19 +42,24 @@ class NGramDraft:
         self._of: dict[int, _Index] = {}
 
     def propose(self, rows: Sequence[ScheduledRow], kv: Any = None) -> list[list[int]]:
-        return [self._likely(row) for row in rows]
+        return [self.likely(row)[0] for row in rows]
 
-    def _likely(self, row: ScheduledRow) -> list[int]:
-        """As many tokens as are likely enough to pay; if none is, one now and then, to see if that lasts."""
+    def likely(self, row: ScheduledRow) -> tuple[list[int], float]:
+        """As many tokens as are likely enough to pay, and the chance that the first of them is right.
+
+        Where none is likely enough, one now and then, to see if that lasts.
+        """
         index = self._of.setdefault(row.request.id, _Index())
         found = self._look_up(index, row.request, row.max_drafts)
-        count = next((j for j in range(len(found)) if index.chance ** (j + 1) < row.price), len(found))
-        if found and not count:
+        if not found:
+            return [], 0.0
+        count = index.chance.worth(len(found), row.price)
+        if not count:
             index.declined += 1
             count = int(index.declined > TRY_AGAIN)
         if count:
             index.declined = 0
-        return found[:count]
+        return found[:count], index.chance.value
 
     def _look_up(self, index: _Index, request: Request, count: int) -> list[int]:
         """Up to `count` tokens: what followed the latest earlier occurrence of the longest tail."""
@@ -67,6 +71,7 @@ class NGramDraft:
         for n in range(min(LONGEST, len(tail)), SHORTEST - 1, -1):
             at = index.after.get(tuple(tail[-n:]))
             if at is not None:
+                index.agreed = n
                 found = request.tokens(at, min(at + count, total))
                 # A text that repeats itself goes on as it did: the copy may run into what it has copied.
                 while len(found) < count:
@@ -88,10 +93,8 @@ class NGramDraft:
     def observe(self, rows: Sequence[ScheduledRow], right: Sequence[int], hidden: torch.Tensor) -> None:
         """Which of its drafts were right; of those after the first wrong one nothing is known."""
         for row, count in zip(rows, right, strict=True):
-            index = self._of.get(row.request.id)
-            if index is not None and row.drafts:
-                index.right = MEMORY * index.right + count
-                index.verified = MEMORY * index.verified + min(count + 1, len(row.drafts))
+            if row.drafts and row.request.id in self._of:
+                self._of[row.request.id].chance.learn(count, len(row.drafts))
 
     def forget(self, request_id: int) -> None:
         self._of.pop(request_id, None)
