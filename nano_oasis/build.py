@@ -21,7 +21,9 @@ from nano_oasis.model import Model
 from nano_oasis.request import Request, SamplingParams, ScheduledRow
 from nano_oasis.runner import Runner
 from nano_oasis.sampler import Sampler
-from nano_oasis.scheduler.scheduler import Gate, Scheduler
+from nano_oasis.scheduler.draft_policy import FixedDrafts, PricedDrafts
+from nano_oasis.scheduler.scheduler import DraftPolicy, Gate, Scheduler
+from nano_oasis.spec.make import make_draft
 from nano_oasis.tokenizer import load_tokenizer
 from nano_oasis.weights import load_checkpoint, load_config, resolve_model
 
@@ -74,9 +76,13 @@ def build_engine(
         host_kv_bytes=memory.host_bytes,
     )
     blocks = BlockManager(memory.num_blocks, config.block_size, config.enable_prefix_caching)
-    scheduler = Scheduler(blocks, config.max_num_seqs, config.max_num_batched_tokens, memory.gate)
+    policy: DraftPolicy | None = None
+    if config.draft_kind != "none":
+        policy = FixedDrafts(config.num_draft_tokens) if config.num_draft_tokens else PricedDrafts()
+    scheduler = Scheduler(blocks, config.max_num_seqs, config.max_num_batched_tokens, memory.gate, policy)
     known_ids = min(tokenizer.vocab_size, model_config.vocab_size)
-    runner = Runner(model, memory.store, Sampler(known_ids), device)
+    draft = make_draft(config, model, known_ids, memory.max_len)
+    runner = Runner(model, memory.store, Sampler(known_ids), device, draft)
     warm_up(runner, memory.gate, memory.max_len)
     return Engine(
         runner, scheduler, tokenizer, model_config, info, Metrics(name),
@@ -95,6 +101,7 @@ def warm_up(runner: Runner, gate: Gate | None, max_len: int) -> None:
     runner.execute([ScheduledRow(request, len(prompt), 1, samples=True)])
     if gate is not None:
         gate.leave(request)
+    runner.forget(request)
 
 
 def default_name(model: str, path: Path) -> str:

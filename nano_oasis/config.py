@@ -15,6 +15,7 @@ from typing import Any, get_args, get_type_hints
 
 from nano_oasis.request import KV_MODES, MISS_POLICIES
 
+MOST_DRAFTS = 6  # draft tokens of a request and step when nobody says how many
 DRAFTS = ("none", "ngram", "self", "model", "head", "auto")
 _UNITS = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
 _UNITS |= {"KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "TIB": 2**40}
@@ -143,7 +144,8 @@ class EngineConfig:
     )
     enable_prefix_caching: bool = _opt(True, "reuse the KV of shared prompt prefixes")
     kv_mode: str = _opt(
-        "dense", "dense: all KV on the device; oasis: all in host memory, a working set on the device",
+        "dense", "dense: all KV on the device; oasis: all in host memory, a working set on the device;"
+        " lossless: so too, and every token is verified with all of it",
         choices=KV_MODES,
     )  # fmt: skip
     host_kv_memory: int | str | None = _oasis(None, "bytes (or '8GiB') of KV in host memory", bytes=True)
@@ -155,8 +157,9 @@ class EngineConfig:
         choices=("exact", "mean", "minmax", "sign1", "twobit", "fourbit"),
     )  # fmt: skip
     predictor: str = _oasis(
-        "previous", "what is prefetched; current = nothing, misses are waited for",
-        choices=("previous", "current"),
+        "previous", "what is prefetched: what the last query wanted; what the drafts' queries want; current ="
+        " nothing, misses are waited for",
+        choices=("previous", "lookahead", "current"),
     )  # fmt: skip
     miss_policy: str = _oasis(
         "repair",
@@ -177,9 +180,10 @@ class EngineConfig:
     audit_recall: float = _oasis(
         0.0, "a request audited below this recall has its budget raised", low=0, high=1
     )
-    draft: str = _opt(
-        "none", "speculative decoding: who proposes tokens that the model then verifies", choices=DRAFTS
-    )
+    draft: str | None = _opt(
+        None, "speculative decoding: who proposes tokens that the model verifies; default: none, with"
+        " kv_mode=lossless self", choices=(None, *DRAFTS),
+    )  # fmt: skip
     num_draft_tokens: int | None = _opt(
         None, "draft tokens per request and step, always; default: as many as pay, 0 included", low=1, high=16
     )
@@ -202,23 +206,37 @@ class EngineConfig:
                 f"max_num_batched_tokens ({self.max_num_batched_tokens}) must be at least max_num_seqs "
                 f"({self.max_num_seqs}): every running request decodes one token per step"
             )
-        if self.kv_mode != "oasis":
+        if self.kv_mode == "lossless" and self.host_kv_format != "auto":
+            raise ConfigError(
+                f"host_kv_format: lossless needs auto; {self.host_kv_format} rounds what it keeps"
+            )
+        if self.kv_mode == "dense":
             for f in dataclasses.fields(self):
                 if f.metadata.get("oasis") and getattr(self, f.name) != f.default:
-                    raise ConfigError(f"{f.name}: needs kv_mode=oasis, this engine is {self.kv_mode}")
+                    raise ConfigError(f"{f.name}: needs kv_mode=oasis or lossless, this engine is dense")
         if self.predictor == "current" and self.miss_policy in ("skip", "estimate"):
             raise ConfigError(
                 f"miss_policy: {self.miss_policy} means nothing with predictor=current: all is waited for"
             )
         for name, kind in (("draft_model", "model"), ("draft_head", "head"), ("draft_layers", "self")):
-            if getattr(self, name) is not None and self.draft != kind:
-                raise ConfigError(f"{name}: needs draft={kind}, this engine has draft={self.draft}")
+            if getattr(self, name) is not None and self.draft_kind != kind:
+                raise ConfigError(f"{name}: needs draft={kind}, this engine has draft={self.draft_kind}")
         if self.draft == "model" and self.draft_model is None:
             raise ConfigError("draft: model needs draft_model, the checkpoint that drafts")
-        if self.num_draft_tokens is not None and self.draft == "none":
+        if self.num_draft_tokens is not None and self.draft_kind == "none":
             raise ConfigError("num_draft_tokens: needs a draft, and draft is none")
         if self.audit_recall and not self.audit_every:
             raise ConfigError("audit_recall: needs audit_every, or nothing is ever audited")
+
+    @property
+    def draft_kind(self) -> str:
+        """One of DRAFTS. The lossless mode drafts over the working set, with all of the model."""
+        return self.draft or ("self" if self.kv_mode == "lossless" else "none")
+
+    @property
+    def most_drafts(self) -> int:
+        """Draft tokens of one request in one step, at most."""
+        return 0 if self.draft_kind == "none" else self.num_draft_tokens or MOST_DRAFTS
 
     @staticmethod
     def _check(name: str, value: Any, hint: Any, meta: Any) -> None:

@@ -40,12 +40,13 @@ def check_mode(request: Request, gate: Gate | None) -> None:
     for name in ("kv_budget", "miss_policy"):
         if getattr(params, name) is not None and (gate is None or params.kv_mode == "dense"):
             raise RequestError(f"{name} needs kv_mode=oasis, for the engine and for the request", name)
-    if params.kv_mode == "oasis" and gate is None:
-        raise RequestError("kv_mode=oasis needs an engine that was started with kv_mode=oasis", "kv_mode")
+    if params.kv_mode in ("oasis", "lossless") and gate is None:
+        mode = params.kv_mode
+        raise RequestError(f"kv_mode={mode} needs an engine that was started with kv_mode={mode}", "kv_mode")
     if params.miss_policy is not None and gate is not None:
         why = gate.policy_refusal(params.miss_policy)
         if why is not None:
             raise RequestError(f"miss_policy={params.miss_policy}: {why}", "miss_policy")
     why = gate.refusal(request) if gate is not None else None
     if why is not None:
-        raise RequestError(why, "kv_mode" if params.kv_mode == "dense" else "kv_budget")
+        raise RequestError(why, "kv_mode" if params.kv_mode in ("dense", "lossless") else "kv_budget")

@@ -49,7 +49,7 @@ def make_memory(
     config: EngineConfig, model: ModelConfig, max_len: int, dtype: torch.dtype, device: str
 ) -> Memory:
     """Raises ConfigError where the sizes do not fit together."""
-    if config.kv_mode == "oasis":
+    if config.kv_mode != "dense":
         return _make_oasis(config, model, max_len, dtype, device)
     blocks, max_len = size_pool(config, model, max_len, dtype, device)
     cache = KVCache.allocate(model, blocks, config.block_size, dtype, device)
@@ -60,7 +60,9 @@ def _make_oasis(
     config: EngineConfig, model: ModelConfig, max_len: int, dtype: torch.dtype, device: str
 ) -> Memory:
     if device != "cpu":
-        raise ConfigError("kv_mode: oasis runs on device=cpu only for now; see docs/known-gaps.md")
+        raise ConfigError(
+            f"kv_mode: {config.kv_mode} runs on device=cpu only for now; see docs/known-gaps.md"
+        )
     if model.num_kv_heads % config.head_groups:
         raise ConfigError(
             f"head_groups: {config.head_groups} does not divide the model's {model.num_kv_heads} KV heads"

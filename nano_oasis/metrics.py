@@ -51,6 +51,8 @@ TIER_LEVELS = {
     "kv_host_bytes": "host bytes in use by running requests",
     "kv_in_flight_bytes": "bytes of copies under way",
     "kv_mass_recall": "audited share of true attention mass that was read, 0 to 1; 0 before any audit",
+    "kv_agreement_lookahead": "share of wanted blocks that the drafts' queries had named, 0 to 1",
+    "kv_agreement_previous": "share of wanted blocks that the query before had named, 0 to 1",
     "kv_link_bandwidth_bytes_per_second": "measured, while copies are under way",
 }
 

@@ -16,7 +16,7 @@ from typing import Any
 MAX_STOP_STRINGS = 16
 MAX_LOGPROBS = 20
 MAX_N = 128
-KV_MODES = ("dense", "oasis")
+KV_MODES = ("dense", "oasis", "lossless")
 MISS_POLICIES = ("wait", "repair", "estimate", "skip")
 
 
@@ -54,7 +54,7 @@ class SamplingParams:
     logprobs: int | None = None  # alternatives per output token, 0..20; None = off
     prompt_logprobs: int | None = None  # the same for prompt tokens
     skip_special_tokens: bool = True
-    kv_mode: str | None = None  # dense or oasis; None = the engine's. The rest: kv_mode=oasis only
+    kv_mode: str | None = None  # None = the engine's; others than dense, and the rest, need kv_mode=oasis
     kv_budget: int | None = None  # tokens attention reads per layer under pressure
     miss_policy: str | None = None  # wait, repair, estimate or skip
 

@@ -180,7 +180,7 @@ class Server:
             await self.state.load(engine, progress)
         info = engine.info
         kv = f"KV cache {info.kv_tokens:,} tokens ({format_bytes(info.kv_bytes)})"
-        if info.kv_mode == "oasis":
+        if info.kv_mode != "dense":
             kv = (
                 f"oasis KV: {info.kv_tokens:,} tokens in host memory ({format_bytes(info.host_kv_bytes)}), "
                 f"{format_bytes(info.kv_bytes)} on the device"

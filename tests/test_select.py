@@ -22,6 +22,11 @@ class World:
         self.blocks = draw.integers(1, width + 1, n)
         self.blocks[draw.integers(n)] = width
         seats = draw.permutation(n + 2)[:n]
+        for i in range(1, n):  # some rows are the drafts of the one before
+            if draw.random() < 0.4:
+                seats[i], self.blocks[i] = seats[i - 1], min(self.blocks[i - 1] + draw.integers(2), width)
+        if not (self.blocks == width).any():
+            self.blocks[-1] = width
         self.mass = draw.choice(
             [0.0, 0.01, 0.2, 0.20001, 0.5], size=(n, width)
         ).astype(np.float32) * draw.random((n, width)).round(1).astype(np.float32)  # fmt: skip
@@ -36,16 +41,19 @@ class World:
         self.rows = np.stack(columns, 1).astype(np.int32)
         self.pool = Pool((n + 2) * width + 10)
         self.slot_of = np.full((n + 2, width + 3), EMPTY, np.int32)
-        for seat, blocks in zip(seats, self.blocks, strict=True):
-            for m in range(blocks):
+        for seat in dict.fromkeys(seats.tolist()):
+            ends = self.blocks[seats == seat]
+            for m in range(ends.max()):
                 kind = draw.choice(3, p=[0.6, 0.3, 0.1])
-                if kind == 0 or m == blocks - 1:
+                if kind == 0 or m >= ends.min() - 1:
                     self.slot_of[seat, m] = self.take()
                 elif kind == 2:
                     self.slot_of[seat, m] = FLYING
                     self.take()
         self.used_at = draw.integers(0, 9, self.slot_of.shape).astype(np.int32)
         self.caps = draw.integers(1, width + 1, n).astype(np.int32)
+        self.last = np.append(seats[1:] != seats[:-1], True)  # of its seat
+        self.ahead = self.mass[:, ::-1].copy() if draw.random() < 0.5 else None
         self.reserve = int(draw.choice([0, self.pool.count[0], 10**6]))
         self.wanted, self.read = np.ones((2, n, width), bool)
         self.table = np.full((n, width), -9, np.int32)
@@ -66,8 +74,8 @@ class World:
     def choose(self, module, most: int) -> None:
         module.choose_read(
             self.mass, self.rows, self.slot_of, self.used_at, self.caps, self.pool.free, self.pool.count,
-            self.reserve, 77, most, 16, self.wanted, self.read, self.table, self.tokens, self.asks,
-            self.counts,
+            self.reserve, 77, (most * self.last).astype(np.int32), 16, self.ahead, self.wanted, self.read,
+            self.table, self.tokens, self.asks, self.counts,
         )  # fmt: skip
 
     def state(self) -> list:
@@ -101,14 +109,17 @@ def test_slots_are_kept_and_budgets_respected(seed: int, n: int, width: int, mos
         assert wanted.sum() == row[select.BUDGET] and not wanted[row[select.BLOCKS] :].any()
         assert wanted[: row[select.SINK]].all() and wanted[row[select.RECENT] : row[select.BLOCKS]].all()
     given_now = asked(w)
+    wanted = w.wanted.copy()
     w.choose(select, most)
     given_later = asked(w)
+    read_slots = {int(s) for row, picked in zip(w.table, w.read, strict=True) for s in row[: picked.sum()]}
+    assert not read_slots & {s for _, _, s in given_later}, "what is read now is written over"
     slots = [s for _, _, s in given_now + given_later if s != NO_SLOT]
     assert len(set(slots)) == len(slots)
     victims = set(before[before >= 0].tolist()) - set(w.slot_of[w.slot_of >= 0].tolist())
     assert set(slots) == victims | (free - set(w.pool.free[: w.pool.count[0]].tolist()))
     for i, m, slot in given_now + given_later:
-        assert w.slot_of[w.rows[i, select.SEAT], m] == FLYING and w.wanted[i, m]
+        assert w.slot_of[w.rows[i, select.SEAT], m] == FLYING and (w.wanted[i, m] or wanted[i, m])
         assert slot != NO_SLOT or before[w.rows[i, select.SEAT], m] == FLYING
     for i, row in enumerate(w.rows):
         held = w.slot_of[row[select.SEAT]]
@@ -147,7 +158,7 @@ def test_victims_are_the_least_recently_read_of_the_row() -> None:
     w.mass[0] = 0
     w.mass[0, [5, 3]] = 0.9, 0.8  # 3 is the oldest, but wanted
     w.mass[0, 10] = 0.5
-    w.pool.count[0], w.reserve = 0, 0
+    w.pool.count[0], w.reserve, w.ahead = 0, 0, None
     w.now(select)
     w.choose(select, 1)
     assert asked(w) == [(0, 5, 4)] and held[4] == EMPTY and held[5] == FLYING

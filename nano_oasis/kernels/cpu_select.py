@@ -37,27 +37,45 @@ from nano_oasis.kernels.select import (
 from nano_oasis.kernels.simd import jit
 
 
-def choose_now(*args: Any) -> None:
+def choose_now(mass: np.ndarray, *args: Any) -> None:
     """See select.choose_now."""
-    _choose_now(*args, np.empty(256, np.int64))
+    _choose_now(mass, *args, np.empty(256, np.int64), np.empty(mass.shape[1], np.bool_))
 
 
-def choose_read(*args: Any) -> None:
+def choose_read(mass: np.ndarray, *args: Any) -> None:
     """See select.choose_read."""
-    _choose_read(*args, np.empty(256, np.int64))
+    *state, ahead, wanted, read, table, tokens, asks, counts = args
+    has_ahead, order = ahead is not None, mass if ahead is None else ahead
+    scratch = np.empty(256, np.int64), np.empty(mass.shape[1], np.bool_)
+    _choose_read(mass, *state, order, has_ahead, wanted, read, table, tokens, asks, counts, *scratch)
 
 
 @jit
 def _choose_now(  # type: ignore[no-untyped-def]
-    mass, rows, slot_of, used_at, caps, free, free_count, reserve, threshold, wanted, asks, counts, histogram
+    mass,
+    rows,
+    slot_of,
+    used_at,
+    caps,
+    free,
+    free_count,
+    reserve,
+    threshold,
+    wanted,
+    asks,
+    counts,
+    histogram,
+    kept,
 ):
     counts[ASKS] = 0
     for i in range(len(rows)):
+        wanted[i, :] = False
+        _best(mass[i], rows[i], slot_of[rows[i, SEAT]], False, wanted[i], histogram)
+    for i in range(len(rows)):
         row = rows[i]
         held = slot_of[row[SEAT]]
-        wanted[i, :] = False
-        _best(mass[i], row, held, False, wanted[i], histogram)
         on_device = _count(held)
+        _of_seat(rows, i, wanted, wanted, kept)
         for m in range(row[FIRST], row[BLOCKS]):
             if not wanted[i, m]:
                 continue
@@ -69,7 +87,7 @@ def _choose_now(  # type: ignore[no-untyped-def]
             slot = NO_SLOT
             if insists and held[m] == EMPTY:
                 slot, on_device = _claim(
-                    row, m, wanted[i], held, used_at[row[SEAT]], on_device, caps[i], free, free_count, reserve
+                    row, m, kept, held, used_at[row[SEAT]], on_device, caps[i], free, free_count, reserve
                 )
                 insists = slot != NO_SLOT
             if insists:
@@ -81,7 +99,7 @@ def _choose_now(  # type: ignore[no-untyped-def]
 @jit
 def _choose_read(  # type: ignore[no-untyped-def]
     mass, rows, slot_of, used_at, caps, free, free_count, reserve, step, most, block_size,
-    wanted, read, table, tokens, asks, counts, histogram,
+    ahead, has_ahead, wanted, read, table, tokens, asks, counts, histogram, kept,
 ):  # fmt: skip
     counts[ASKS] = 0
     for i in range(len(rows)):
@@ -96,16 +114,27 @@ def _choose_read(  # type: ignore[no-untyped-def]
                 used[m] = step
                 count += 1
         tokens[i] = (count - 1) * block_size + row[TAIL]
-        on_device = _count(held) if most > 0 else 0
-        for _ in range(most):
+    for i in range(len(rows)):
+        if most[i] == 0:
+            continue
+        row = rows[i]
+        held = slot_of[row[SEAT]]
+        _of_seat(rows, i, wanted, read, kept)
+        if has_ahead:
+            wanted[i, :] = False
+            _best(ahead[i], row, held, False, wanted[i], histogram)
+            for m in range(len(kept)):
+                kept[m] = kept[m] or wanted[i, m]
+        on_device = _count(held)
+        for _ in range(most[i]):
             heaviest = -1
             for m in range(row[FIRST], row[BLOCKS]):
-                if wanted[i, m] and held[m] == EMPTY and (heaviest < 0 or mass[i, m] > mass[i, heaviest]):
+                if wanted[i, m] and held[m] == EMPTY and (heaviest < 0 or ahead[i, m] > ahead[i, heaviest]):
                     heaviest = m
             if heaviest < 0:
                 break
             slot, on_device = _claim(
-                row, heaviest, wanted[i], held, used, on_device, caps[i], free, free_count, reserve
+                row, heaviest, kept, held, used_at[row[SEAT]], on_device, caps[i], free, free_count, reserve
             )
             if slot == NO_SLOT:
                 break
@@ -156,7 +185,18 @@ def _count(held):  # type: ignore[no-untyped-def]
 
 
 @jit
-def _claim(row, m, wanted, held, used, on_device, cap, free, free_count, reserve):  # type: ignore[no-untyped-def]
+def _of_seat(rows, i, wanted, read, kept):  # type: ignore[no-untyped-def]
+    """kept [M]: what rows of the seat of row i, which follow each other, want or read, up to row i."""
+    kept[:] = False
+    r = i
+    while r >= 0 and rows[r, SEAT] == rows[i, SEAT]:
+        for m in range(len(kept)):
+            kept[m] = kept[m] or wanted[r, m] or read[r, m]
+        r -= 1
+
+
+@jit
+def _claim(row, m, kept, held, used, on_device, cap, free, free_count, reserve):  # type: ignore[no-untyped-def]
     """See select._claim; also how many blocks the row has on the device then."""
     if free_count[0] > reserve or (on_device < cap and free_count[0] > 0):
         free_count[0] -= 1
@@ -164,7 +204,7 @@ def _claim(row, m, wanted, held, used, on_device, cap, free, free_count, reserve
         return free[free_count[0]], on_device + 1
     victim = -1
     for v in range(row[SINK], row[RECENT]):
-        if held[v] >= 0 and not wanted[v] and (victim < 0 or used[v] < used[victim]):
+        if held[v] >= 0 and not kept[v] and (victim < 0 or used[v] < used[victim]):
             victim = v
     if victim < 0:
         return np.int32(NO_SLOT), on_device

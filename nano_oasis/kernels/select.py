@@ -6,6 +6,9 @@ blocks are brought, requests. Letters in shapes: n rows, M positions (blocks of 
 Per row a budget of blocks is *wanted*: the forced ones (sink, recent), then those of the largest mass. What
 is wanted and not resident is a miss. choose_now says which misses the step must not go without; when those
 have arrived choose_read picks the best resident blocks, and what the next step should find.
+
+Several rows may have one seat: a request's newest token and its drafts, one after another. Each chooses with
+its own mass; a slot that an earlier row of the seat wants, or that any reads, is not taken for a later one.
 """
 
 from __future__ import annotations
@@ -48,6 +51,7 @@ def choose_now(
     counts[ASKS] = 0
     for i, row in enumerate(rows):
         wanted[i] = _best(mass[i], row, np.ones(len(mass[i]), bool))
+    for i, row in enumerate(rows):
         held = slot_of[row[SEAT]]
         missing = np.flatnonzero(wanted[i] & (held[: len(wanted[i])] < 0))
         counts[HITS] += wanted[i].sum() - len(missing)
@@ -56,7 +60,8 @@ def choose_now(
             insists = row[POLICY] == WAIT or (row[POLICY] == REPAIR and mass[i, m] > threshold)
             slot = NO_SLOT
             if insists and held[m] == EMPTY:
-                slot = _claim(i, m, row, wanted, slot_of, used_at, caps, free, free_count, reserve)
+                kept = _of_seat(rows, i, wanted)
+                slot = _claim(i, m, row, kept, slot_of, used_at, caps, free, free_count, reserve)
                 insists = slot != NO_SLOT
             if insists:
                 asks[:, counts[ASKS]] = i, m, slot
@@ -67,15 +72,19 @@ def choose_now(
 
 def choose_read(
     mass: np.ndarray, rows: np.ndarray, slot_of: np.ndarray, used_at: np.ndarray, caps: np.ndarray,
-    free: np.ndarray, free_count: np.ndarray, reserve: int, step: int, most: int, block_size: int,
-    wanted: np.ndarray, read: np.ndarray, table: np.ndarray, tokens: np.ndarray,
+    free: np.ndarray, free_count: np.ndarray, reserve: int, step: int, most: np.ndarray, block_size: int,
+    ahead: np.ndarray | None, wanted: np.ndarray, read: np.ndarray, table: np.ndarray, tokens: np.ndarray,
     asks: np.ndarray, counts: np.ndarray,
 ) -> None:  # fmt: skip
-    """Pick the best resident blocks of each row's budget, and claim slots for up to `most` misses a row.
+    """Pick the best resident blocks of each row's budget, and claim slots for what the next step should find.
+
+    most int32 [n]: claims per row, 0 but for the last row of a seat. ahead fp32 [n, M]: the mass that the
+    next step is expected to see; None: each row's own.
 
     As choose_now, and: read bool [n, M]: what is picked; table int32 [n, K]: its slots in order of position,
     so that the newest block, which may be partial and is always resident, is last; tokens int32 [n]: how many
-    tokens they hold; used_at becomes `step` for them; asks: the heaviest of what is wanted and EMPTY.
+    tokens they hold; used_at becomes `step` for them; wanted: of rows with `ahead` that claim, what is wanted
+    by it; asks: the heaviest of what is wanted and EMPTY.
     """
     counts[ASKS] = 0
     for i, row in enumerate(rows):
@@ -85,9 +94,17 @@ def choose_read(
         table[i, : len(picked)] = held[picked]
         used_at[row[SEAT], picked] = step
         tokens[i] = (len(picked) - 1) * block_size + row[TAIL]
+    for i, row in enumerate(rows):
+        if most[i] == 0:
+            continue
+        held, order = slot_of[row[SEAT]], mass[i] if ahead is None else ahead[i]
+        kept = _of_seat(rows, i, wanted | read)
+        if ahead is not None:
+            wanted[i] = _best(order, row, np.ones(len(order), bool))
+            kept |= wanted[i]
         missing = np.flatnonzero(wanted[i] & (held[: len(wanted[i])] == EMPTY))
-        for m in missing[np.argsort(-mass[i, missing], kind="stable")][:most]:
-            slot = _claim(i, m, row, wanted, slot_of, used_at, caps, free, free_count, reserve)
+        for m in missing[np.argsort(-order[missing], kind="stable")][: most[i]]:
+            slot = _claim(i, m, row, kept, slot_of, used_at, caps, free, free_count, reserve)
             if slot != NO_SLOT:
                 asks[:, counts[ASKS]] = i, m, slot
                 counts[ASKS] += 1
@@ -105,12 +122,18 @@ def _best(mass: np.ndarray, row: np.ndarray, allowed: np.ndarray) -> np.ndarray:
     return best
 
 
+def _of_seat(rows: np.ndarray, i: int, marks: np.ndarray) -> np.ndarray:
+    """bool [M]: what rows of the seat of row i have marked, up to row i."""
+    marked: np.ndarray = marks[: i + 1][rows[: i + 1, SEAT] == rows[i, SEAT]].any(axis=0)
+    return marked
+
+
 def _claim(
-    i: int, m: np.integer, row: np.ndarray, wanted: np.ndarray, slot_of: np.ndarray, used_at: np.ndarray,
+    i: int, m: np.integer, row: np.ndarray, kept: np.ndarray, slot_of: np.ndarray, used_at: np.ndarray,
     caps: np.ndarray, free: np.ndarray, free_count: np.ndarray, reserve: int,
 ) -> int:  # fmt: skip
     """A slot for block m of row i: a free one if there are many or the row is below its cap, else that of
-    the row's least recently read block that is neither wanted nor forced; NO_SLOT if there is none."""
+    the row's least recently read block that is neither kept nor forced; NO_SLOT if there is none."""
     held = slot_of[row[SEAT]]
     on_device = int((held != EMPTY).sum())
     if free_count[0] > reserve or (on_device < caps[i] and free_count[0] > 0):
@@ -118,7 +141,7 @@ def _claim(
         slot = int(free[free_count[0]])
     else:
         at = np.arange(row[SINK], max(row[RECENT], row[SINK]))
-        victims = at[(held[at] >= 0) & ~wanted[i, at]]
+        victims = at[(held[at] >= 0) & ~kept[at]]
         if not len(victims):
             return NO_SLOT
         victim = victims[np.argmin(used_at[row[SEAT], victims])]

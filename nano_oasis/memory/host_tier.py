@@ -178,6 +178,11 @@ class HostTier:
         """What the format keeps of one layer's keys or values: [N, b, Hg, d] per part, views of the slabs."""
         return [slab[layer][:, :, heads or slice(None)] for slab in self._slabs[axis]]
 
+    def in_place(self, layer: int, heads: slice | None = None) -> tuple[Tensor, Tensor] | None:
+        """Keys and values of a layer [N, B, Hg, D], to be read where they are; None if they are encoded."""
+        parts = [self._parts(axis, layer, heads) for axis in (KEYS, VALUES)]
+        return (parts[0][0], parts[1][0]) if all(len(p) == 1 for p in parts) else None
+
     def _decode(self, parts: list[Tensor], blocks: Tensor, ids: list[int], out: Tensor) -> None:
         """The n blocks -> out [n, B, Hg, D], on out's device; what crosses the link is still encoded."""
         self._form.decode([_gather(part, blocks, ids, out.device) for part in parts], out)

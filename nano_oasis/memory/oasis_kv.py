@@ -28,9 +28,11 @@ from nano_oasis.kernels.dispatch import Kernels
 from nano_oasis.memory.centroids import Centroids
 from nano_oasis.memory.coordinator import PrefetchCoordinator, admission_cap
 from nano_oasis.memory.flights import Flights
-from nano_oasis.memory.host_tier import HostTier, HostTierError
+from nano_oasis.memory.host_tier import HostTier
+from nano_oasis.memory.lookahead import Lookahead
 from nano_oasis.memory.oasis_view import OasisView
 from nano_oasis.memory.residency import EMPTY, FLYING, Residency, SlotPool
+from nano_oasis.memory.sealing import seal_or_fail
 from nano_oasis.memory.seat import OasisStats, Seat
 from nano_oasis.memory.sketch_slabs import SketchSlabs
 from nano_oasis.memory.stream import Stage
@@ -56,6 +58,7 @@ class OasisKV:
     failures: dict[int, str] = field(init=False, default_factory=dict)  # this step's, by request id
     stats: OasisStats = field(init=False, default_factory=OasisStats)
     seats: dict[int, Seat] = field(init=False, default_factory=dict)
+    view: OasisView | None = field(init=False, default=None)  # of this step, or of its last draft pass
 
     def __post_init__(self) -> None:
         c, o = self.config, self.options
@@ -72,6 +75,9 @@ class OasisKV:
             self.centroids = Centroids(self.host.num_blocks, c.num_layers, c.num_kv_heads, c.head_dim)
         self._generation = 0
         self._step_seconds, self._began = 0.0, time.monotonic()
+        self.lookahead = Lookahead(o.predictor == "lookahead")
+        # Blocks a request may hold beyond its sealed ones: the newest, and more that drafts reach into.
+        self.tail_blocks = 1 + -(-o.most_drafts // self.block_size)
         self.flights = Flights(self.coordinator, self.residency, self.seats, self.groups)
 
     # --- the scheduler's side: no torch in its answers ---------------------------------------------
@@ -87,6 +93,7 @@ class OasisKV:
         seat = Seat(request, self.residency.sit(), self._generation, budget, caps, floor)
         seat.sealed = request.num_computed // self.block_size  # a prefix found in the host tier
         seat.dense = seat.sealed == 0
+        seat.lossless = (request.params.kv_mode or self.options.kv_mode) == "lossless"
         self.seats[request.id] = seat
         return True
 
@@ -110,6 +117,8 @@ class OasisKV:
 
     def refusal(self, request: Request) -> str | None:
         """Why this request could not run even with nothing else on the device; None if it could."""
+        if request.params.kv_mode == "lossless" and self.host.in_place(0) is None:
+            return "lossless needs host_kv_format=auto: this engine's host tier holds rounded keys and values"
         _, _, floor = self._needs(request)
         if floor + self.reserve <= self.pool.num_slots:
             return None
@@ -131,24 +140,33 @@ class OasisKV:
     def _caps(self, budget_tokens: int, most: int) -> torch.Tensor:
         """[planes] blocks: the budget times the buffer factor; the window, or everything in dense layers."""
         o, c = self.options, self.config
-        budget = max(math.ceil(budget_tokens / self.block_size * o.buffer_factor), self._forced + 1) + 1
+        budget = max(math.ceil(budget_tokens / self.block_size * o.buffer_factor), self._forced + 1)
+        budget += self.tail_blocks
         caps = []
         for layer in range(c.num_layers):
             window = c.window(layer)
             blocks = most if layer < o.dense_layers else budget
             if window is not None:
                 # Not below what shrink() always keeps, or making room would try for ever.
-                blocks = max(-(-window // self.block_size), self._forced) + 2
+                blocks = max(-(-window // self.block_size), self._forced) + 1 + self.tail_blocks
             caps += [min(blocks, most)] * self.groups
         return torch.tensor(caps)
 
     # --- the runner's side -------------------------------------------------------------------------
     def begin(self, rows: Sequence[ScheduledRow]) -> OasisView:
         """Publish what has arrived, give this step's tokens their slots, hand out the view."""
-        self.step += 1
         self._pace(len(rows))
+        return self._open(rows, drafting=False)
+
+    def peek(self, rows: Sequence[ScheduledRow]) -> OasisView:
+        """See KVStore: a pass before the step's own, over working sets, which waits for nothing."""
+        return self._open(rows, drafting=True)
+
+    def _open(self, rows: Sequence[ScheduledRow], drafting: bool) -> OasisView:
+        if self.view is not None:
+            self.view.close()  # of a draft, or of a step that failed half way
+        self.step += 1
         self.flights.step = self.step
-        self.flights.flush()  # of a step that failed half way
         self.flights.land()
         for row in rows:
             seat = self.seats[row.request.id]
@@ -157,7 +175,7 @@ class OasisKV:
             self._extend(seat, row)
         if any(not s.dense for s in self.seats.values()):
             self._share_pressure(rows)
-        self.view = OasisView(self, rows)
+        self.view = OasisView(self, rows, drafting)
         return self.view
 
     def _pace(self, rows: int) -> None:
@@ -233,9 +251,9 @@ class OasisKV:
                 return  # the pool's own error will say so
 
     def _excess(self, seat: Seat) -> int:
-        """Slots of sealed blocks above the caps, one place of each cap being the unsealed block's."""
+        """Slots of sealed blocks above the caps, some places of each cap being the unsealed blocks'."""
         table = self.residency.slot_of[:, seat.index, : seat.sealed]
-        return int(((table != EMPTY).sum(1) - (seat.caps - 1)).clamp(min=0).sum())
+        return int(((table != EMPTY).sum(1) - (seat.caps - self.tail_blocks)).clamp(min=0).sum())
 
     def shrink(self, seat: Seat) -> None:
         """Down to its caps, least recently selected first; from now on this request keeps a working set."""
@@ -243,11 +261,13 @@ class OasisKV:
             seat.dense, seat.cold = False, True
         o = self.options
         recent = max(o.recent_blocks - 1, 0)
-        self.residency.trim(seat.index, seat.caps - 1, o.sink_blocks, recent, seat.sealed)
+        self.residency.trim(seat.index, seat.caps - self.tail_blocks, o.sink_blocks, recent, seat.sealed)
 
     def end(self, rows: Sequence[ScheduledRow]) -> dict[int, str]:
         """Seal the blocks this step filled: host copy and sketch, all rows together, layer by layer."""
-        self.view.close()
+        view = self.view
+        assert view is not None
+        view.close()
         parts = []
         for row in rows:
             seat = self.seats[row.request.id]
@@ -256,39 +276,19 @@ class OasisKV:
             seat.sealed = max(seat.sealed, full)
             if row.start >= len(row.request.prompt_ids):
                 seat.cold = False
+            proposed = view.num_drafts.get(row.request.id, 0)
+            if proposed:
+                right = min(len(row.drafts) + 1, proposed)
+                seat.draft_chance += 0.1 * (len(row.drafts) - seat.draft_chance * right)
+                seat.draft_chance = min(max(seat.draft_chance, 0.02), 0.98)
         if parts:
-            self._seal_or_fail(parts)
+            self.failures |= seal_or_fail(self, parts)
         for row in rows:
             seat = self.seats[row.request.id]
             if not seat.dense and row.start < len(row.request.prompt_ids):
                 seat.cold = True
         failures, self.failures = self.failures, {}
         return failures
-
-    def _seal_or_fail(self, parts: list[tuple[Seat, int]]) -> None:
-        """A block the host tier refuses (int8 takes no NaN, a file can vanish) fails its own request only."""
-        try:
-            self._seal(parts)
-        except HostTierError as error:
-            if len({s.request.id for s, _ in parts}) > 1:
-                for seat in {s.request.id: s for s, _ in parts}.values():
-                    self._seal_or_fail([p for p in parts if p[0] is seat])
-            else:
-                self.failures[parts[0][0].request.id] = f"KV could not be stored: {error}"
-
-    def _seal(self, parts: list[tuple[Seat, int]]) -> None:
-        blocks = torch.tensor([s.request.block_table[p] for s, p in parts])  # [n] host blocks
-        seats, positions = torch.tensor([s.index for s, _ in parts]), torch.tensor([p for _, p in parts])
-        for layer in range(self.config.num_layers):
-            planes = [layer * self.groups + g for g in range(self.groups)]
-            slots = [self.residency.slot_of[p, seats, positions].long() for p in planes]
-            keys = torch.cat([self.slot_keys[s] for s in slots], dim=2)  # [n, B, H, D]
-            values = torch.cat([self.slot_values[s] for s in slots], dim=2)
-            self.host.store_layer(layer, blocks, keys, values)
-            if self.config.window(layer) is None:
-                self.sketches.put(layer, blocks, keys)
-                if self.centroids is not None:
-                    self.centroids.put(layer, blocks, keys, values)
 
     def raise_budget(self, seat: Seat) -> None:
         """A quarter more for a request whose audit fell short, as far as the pool allows."""
@@ -332,6 +332,8 @@ class OasisKV:
             "kv_in_flight_bytes": self.coordinator.bytes_in_flight,
             "kv_mass_recall": o.recall or 0.0,
             "kv_link_bandwidth_bytes_per_second": c.bandwidth,
+            "kv_agreement_lookahead": self.lookahead.agreement["lookahead"].mean,
+            "kv_agreement_previous": self.lookahead.agreement["previous"].mean,
         }  # fmt: skip
         return totals, levels
 

@@ -11,7 +11,6 @@ request's miss policy), and order the rest for the next step (predictor `previou
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -20,6 +19,7 @@ from torch import Tensor
 
 from nano_oasis.kernels import select
 from nano_oasis.memory.audit import mass_recall
+from nano_oasis.memory.oasis_rows import Layout, Place, Rows
 from nano_oasis.memory.seat import Seat
 from nano_oasis.memory.stream import merge, piece_attention, stream_attention
 from nano_oasis.memory.tickets import NOW, Key, Ticket
@@ -29,44 +29,12 @@ if TYPE_CHECKING:
     from nano_oasis.memory.oasis_kv import OasisKV
 
 
-@dataclass
-class _Rows:
-    """Some rows of the step that are attended to together."""
-
-    seats: list[Seat]
-    tokens: Tensor  # [n] indices into the step's T tokens (one per row for decodes)
-    contexts: list[int]  # tokens visible to each row's newest query
-
-    def __post_init__(self) -> None:
-        self.index = torch.tensor([s.index for s in self.seats])  # [n]
-        self.lens = torch.tensor(self.contexts, dtype=torch.int32)
-        self.sealed = torch.tensor([s.sealed for s in self.seats])
-        # Host block of each sealed position, for the sketches; block 0 stands in for the others.
-        width = max(len(s.request.block_table) for s in self.seats)
-        padded = [s.request.block_table + [0] * (width - len(s.request.block_table)) for s in self.seats]
-        self.host_blocks = torch.tensor(padded)  # [n, width] int64
-
-
-@dataclass
-class _Layout:
-    """What the choice of blocks has in common over the layers of one kind: n rows, M positions."""
-
-    rows: np.ndarray  # int32 [n, 8], see select.py
-    wanted: np.ndarray  # bool [n, M]
-    read: np.ndarray  # bool [n, M]
-    asks: np.ndarray  # int32 [3, n * M]
-    no_mass: np.ndarray  # fp32 [n, M] of zeros, for sliding windows: what is visible is forced
-
-    @property
-    def budget(self) -> int:
-        return int(self.rows[:, select.BUDGET].max())
-
-
 class OasisView:
     """See KVView in dense_kv.py. T tokens, the rows one after another."""
 
-    def __init__(self, kv: OasisKV, rows: Sequence[ScheduledRow]) -> None:
-        self.kv = kv
+    def __init__(self, kv: OasisKV, rows: Sequence[ScheduledRow], drafting: bool = False) -> None:
+        """drafting: what is computed is a guess: selection also where everything is resident, no waiting."""
+        self.kv, self.drafting = kv, drafting
         self.size = kv.block_size
         seats = [kv.seats[r.request.id] for r in rows]
         counts = torch.tensor([r.num_tokens for r in rows])
@@ -75,32 +43,27 @@ class OasisView:
         token_seat = torch.tensor([s.index for s in seats]).repeat_interleave(counts)  # [T]
         slots = kv.residency.slot_of[:, token_seat, position // self.size].long()
         self.token_slots = slots * self.size + position % self.size  # [planes, T]; the tail does not move
-        dense: list[tuple[Seat, int, int]] = []
-        sparse: list[tuple[Seat, int, int]] = []
+        dense: list[Place] = []
+        sparse: list[Place] = []
+        exact: list[Place] = []
         self.chunks: list[tuple[Seat, ScheduledRow, slice]] = []
         for row, seat, at in zip(rows, seats, starts, strict=True):
-            decode = row.num_tokens == 1 and row.start >= len(row.request.prompt_ids)
-            if not decode:
+            if not row.is_decode:
                 self.chunks.append((seat, row, slice(at, at + row.num_tokens)))
-            else:
-                (dense if seat.dense else sparse).append((seat, at, row.start + 1))
-        self.dense, self.sparse = self._group(dense), self._group(sparse)
+                continue
+            whole = exact if seat.lossless and not drafting else sparse
+            if seat.dense and not (drafting and seat.sealed > seat.budget):
+                whole = dense
+            whole += [Place(seat, at + j, row.start + j + 1, j) for j in range(row.num_tokens)]
+        self.dense, self.sparse = (Rows(p) if p else None for p in (dense, sparse))
+        self.exact = Rows(exact, waits=True) if exact else None
         if self.dense is not None:
             width = -(-max(self.dense.contexts) // self.size)
             self.dense_table = kv.residency.slot_of[:, self.dense.index, :width]  # [planes, n, width]
-        self.layouts: dict[tuple[int | None, bool], _Layout] = {}
         self.counts = np.zeros(4, np.int64)
         self.estimated = 0
-        if self.sparse is not None:
-            self.caps = np.stack([s.caps.numpy() for s in self.sparse.seats], 1).astype(
-                np.int32
-            )  # [planes, n]
-
-    @staticmethod
-    def _group(parts: list[tuple[Seat, int, int]]) -> _Rows | None:
-        if not parts:
-            return None
-        return _Rows([p[0] for p in parts], torch.tensor([p[1] for p in parts]), [p[2] for p in parts])
+        self.closed = False
+        self.num_drafts = {r.request.id: len(r.drafts) for r in rows if r.drafts}
 
     # --- the model's side --------------------------------------------------------------------------
     def write(self, layer: int, k: Tensor, v: Tensor) -> None:
@@ -112,32 +75,33 @@ class OasisView:
 
     def attend(self, layer: int, q: Tensor, scale: float, window: int | None) -> Tensor:
         kv = self.kv
-        if self.sparse is not None:
+        kinds = [
+            (rows, how)
+            for rows, how in (
+                (self.dense, self._dense),
+                (self.sparse, self._sparse),
+                (self.exact, self._exact),
+            )
+            if rows is not None
+        ]
+        if self.sparse is not None or self.exact is not None:
             kv.coordinator.reached(kv.step, layer)
             kv.flights.land()
-        if kv.groups == 1 and not self.chunks:  # the usual decode step: nothing to take apart
-            if self.sparse is None:
-                return self._dense(layer, q, scale, window)
-            if self.dense is None:
-                return self._sparse(layer, q, scale, window)
+        if kv.groups == 1 and not self.chunks and len(kinds) == 1:  # the usual step: nothing to take apart
+            return kinds[0][1](kinds[0][0], layer, q, scale, window)
         out = torch.empty_like(q)
         parts = out.view(len(q), kv.groups, -1, q.shape[-1])  # [T, groups, Hq / groups, D]
         queries = q.view(parts.shape)
         for g in range(kv.groups):
             plane = layer * kv.groups + g
-            if self.dense is not None:
-                tokens = self.dense.tokens
-                parts[tokens, g] = self._dense(plane, queries[tokens, g], scale, window)
-            if self.sparse is not None:
-                parts[self.sparse.tokens, g] = self._sparse(plane, queries[:, g], scale, window)
+            for rows, how in kinds:
+                parts[rows.tokens, g] = how(rows, plane, queries[rows.tokens, g], scale, window)
             for chunk in self.chunks:
                 parts[chunk[2], g] = self._chunk(plane, queries[chunk[2], g], *chunk[:2], scale, window)
         return out
 
-    def _dense(self, plane: int, q: Tensor, scale: float, window: int | None) -> Tensor:
-        """The dense rows' queries [n, Hq, D] over everything."""
-        rows = self.dense
-        assert rows is not None
+    def _dense(self, rows: Rows, plane: int, q: Tensor, scale: float, window: int | None) -> Tensor:
+        """Queries [n, Hq, D] of rows whose request is on the device, over everything."""
         return self._decode(q, self.dense_table[plane], rows.lens, rows.contexts, scale, window)
 
     def _decode(
@@ -179,21 +143,36 @@ class OasisView:
         return merge(*own, *past)[0].to(q.dtype)
 
     # --- sparse decode -----------------------------------------------------------------------------
-    def _sparse(self, plane: int, queries: Tensor, scale: float, window: int | None) -> Tensor:
-        """The shrunk rows' queries -> [n, Hq, D], over the best resident blocks of each row's budget."""
-        kv, rows = self.kv, self.sparse
-        assert rows is not None
-        q = queries if len(rows.seats) == len(queries) else queries[rows.tokens]
-        x, counts = self._layout(plane // kv.groups, window), self.counts
-        mass = x.no_mass if window is not None else self._mass(plane, q, scale, x.no_mass.shape[1])
+    def _exact(self, rows: Rows, plane: int, q: Tensor, scale: float, window: int | None) -> Tensor:
+        """q [n, Hq, D] over everything: sealed blocks where the host tier has them, others on the device."""
+        if window is not None:
+            return self._sparse(rows, plane, q, scale, window)  # forced, and waited for: all that is visible
+        kv, (layer, group) = self.kv, divmod(plane, self.kv.groups)
+        held = kv.host.in_place(layer, kv.heads(group))
+        assert held is not None, "refused at the door"
+        decode, before = kv.kernels.paged_decode, (rows.sealed * self.size).int()
+        past = decode(q, *held, rows.host_blocks.int(), before, scale, None, return_lse=True)
+        first, width = int(rows.sealed.min()), -(-max(rows.contexts) // self.size)
+        at = (rows.sealed[:, None] + torch.arange(width - first)).clamp(max=kv.residency.slots.shape[2] - 1)
+        table = kv.residency.slot_of[plane, rows.index[:, None], at]  # [n, blocks after the sealed ones]
+        caches = kv.slot_keys, kv.slot_values
+        own = decode(q, *caches, table, rows.lens - before, scale, None, return_lse=True)
+        return merge(own[0].float(), own[1], past[0].float(), past[1])[0].to(q.dtype)
+
+    def _sparse(self, rows: Rows, plane: int, q: Tensor, scale: float, window: int | None) -> Tensor:
+        """The shrunk rows' q [n, Hq, D] -> [n, Hq, D], over the best resident blocks of each row's budget."""
+        kv, counts = self.kv, self.counts
         pool, options = kv.pool, kv.options
+        x = rows.layout(plane // kv.groups, window, options, self.drafting)
+        mass = x.no_mass if window is not None else self._mass(rows, plane, q, scale, x.no_mass.shape[1])
+        caps = rows.caps[plane]
         state = (
-            mass, x.rows, kv.residency.slots[plane], kv.residency.ages[plane], self.caps[plane],
+            mass, x.rows, kv.residency.slots[plane], kv.residency.ages[plane], caps,
             pool.free, pool.count, kv.reserve,
         )  # fmt: skip
         waits = x.rows[:, select.POLICY] == select.WAIT
         if waits.any():
-            self._room_for(plane, x.rows[waits, select.SEAT], self.caps[plane, waits])
+            self._room_for(plane, x.rows[waits, select.SEAT], caps[waits])
         kv.kernels.choose_now(*state, np.float32(options.repair_threshold), x.wanted, x.asks, counts)
         if counts[select.ASKS]:
             self._fetch_now(plane, rows, x, mass)
@@ -203,21 +182,28 @@ class OasisView:
             ).any():
                 why = "a KV block could not be fetched, and the miss policy is to wait"
                 kv.failures[rows.seats[i].request.id] = why
-        most = 0 if window is not None or options.predictor == "current" else kv.cap
+        ahead, most = None, np.zeros(len(x.rows), np.int32)
+        if window is None and options.predictor != "current":
+            ahead, most = kv.lookahead.ahead(rows, mass), np.where(rows.last, kv.cap, 0).astype(np.int32)
+        own = x.wanted.copy() if ahead is not None else x.wanted
         table = np.empty((len(x.rows), x.budget), np.int32)
         tokens = np.empty(len(x.rows), np.int32)
         kv.kernels.choose_read(
-            *state, kv.step, most, self.size, x.wanted, x.read, table, tokens, x.asks, counts
+            *state, kv.step, most, self.size, ahead, x.wanted, x.read, table, tokens, x.asks, counts
         )
+        kv.lookahead.measure(plane, rows, x, own, ahead)
         if counts[select.ASKS]:
-            kv.flights.start(self._tickets(plane, rows, x.asks[:, : counts[select.ASKS]], mass, kv.step + 1))
+            masses = mass if ahead is None else ahead
+            kv.flights.start(
+                self._tickets(plane, rows, x.asks[:, : counts[select.ASKS]], masses, kv.step + 1)
+            )
         slots, lens = torch.from_numpy(table), torch.from_numpy(tokens)
         if window is None and (x.rows[:, select.POLICY] == select.ESTIMATE).any():
-            out = self._with_estimates(plane, q, x, slots, lens, scale)
+            out = self._with_estimates(rows, plane, q, x, slots, lens, scale)
         else:
             out = self._decode(q, slots, lens, None, scale, window)
         if window is None and options.audit_every and kv.step % options.audit_every == 0:
-            self._audit(plane, q, x.read, scale)
+            self._audit(rows, plane, q, x.read, scale)
         return out
 
     def _room_for(self, plane: int, seats: np.ndarray, caps: np.ndarray) -> None:
@@ -229,11 +215,11 @@ class OasisView:
             self.kv.make_room(need)
 
     def _with_estimates(
-        self, plane: int, q: Tensor, x: _Layout, slots: Tensor, lens: Tensor, scale: float
+        self, rows: Rows, plane: int, q: Tensor, x: Layout, slots: Tensor, lens: Tensor, scale: float
     ) -> Tensor:
         """Attention over what is resident, and over the means of what is wanted and missing."""
-        kv, rows, (layer, group) = self.kv, self.sparse, divmod(plane, self.kv.groups)
-        assert rows is not None and kv.centroids is not None
+        kv, (layer, group) = self.kv, divmod(plane, self.kv.groups)
+        assert kv.centroids is not None
         held = kv.residency.slots[plane][x.rows[:, select.SEAT], : x.wanted.shape[1]]
         missing = x.wanted & (held < 0) & (x.rows[:, select.POLICY] == select.ESTIMATE)[:, None]
         most = int(missing.sum(1).max())
@@ -249,43 +235,14 @@ class OasisView:
         extra = kv.centroids.attend(layer, q, blocks, valid > 0, self.size, scale, heads)
         return merge(out.float(), lse, *extra)[0].to(q.dtype)
 
-    def _layout(self, layer: int, window: int | None) -> _Layout:
-        rows, o = self.sparse, self.kv.options
-        assert rows is not None
-        key = (window, layer < o.dense_layers)
-        if key not in self.layouts:
-            blocks = [-(-n // self.size) for n in rows.contexts]
-            table = np.zeros((len(blocks), 8), np.int32)
-            for i, (seat, context, count) in enumerate(zip(rows.seats, rows.contexts, blocks, strict=True)):
-                first = 0 if window is None else max(context - window, 0) // self.size
-                sink, recent = min(o.sink_blocks, count), max(count - o.recent_blocks, 0)
-                budget = min(seat.budget, count)
-                if window is not None:
-                    sink, recent, budget = 0, first, count - first
-                elif layer < o.dense_layers:
-                    budget = count
-                tail = context - (count - 1) * self.size
-                table[i] = seat.index, first, count, sink, recent, budget, tail, self._policy(seat)
-            shape = len(blocks), max(blocks)
-            wanted, read = np.zeros((2, *shape), bool)
-            asks = np.empty((3, shape[0] * shape[1]), np.int32)
-            self.layouts[key] = _Layout(table, wanted, read, asks, np.zeros(shape, np.float32))
-        return self.layouts[key]
-
-    def _policy(self, seat: Seat) -> int:
-        if seat.cold or self.kv.options.predictor == "current":
-            return select.WAIT
-        return _POLICIES[seat.request.params.miss_policy or self.kv.options.miss_policy]
-
-    def _mass(self, plane: int, q: Tensor, scale: float, width: int) -> np.ndarray:
+    def _mass(self, rows: Rows, plane: int, q: Tensor, scale: float, width: int) -> np.ndarray:
         """Estimated attention mass of every sealed block, fp32 [n, M]; 0 for the others."""
-        kv, rows, (layer, group) = self.kv, self.sparse, divmod(plane, self.kv.groups)
-        assert rows is not None
+        kv, (layer, group) = self.kv, divmod(plane, self.kv.groups)
         table = rows.host_blocks[:, :width]
         mass = kv.sketches.mass(layer, q, table, rows.sealed, kv.heads(group), scale)
         return np.ascontiguousarray(mass.numpy())
 
-    def _fetch_now(self, plane: int, rows: _Rows, x: _Layout, mass: np.ndarray) -> None:
+    def _fetch_now(self, plane: int, rows: Rows, x: Layout, mass: np.ndarray) -> None:
         """Wait until the asked blocks are here."""
         kv, asks = self.kv, x.asks[:, : self.counts[select.ASKS]]
         where = asks[: select.SLOT].T.tolist()
@@ -299,9 +256,7 @@ class OasisView:
                 continue
             self.counts[select.SKIPPED] += 1
 
-    def _tickets(
-        self, plane: int, rows: _Rows, asks: np.ndarray, mass: np.ndarray, step: int
-    ) -> list[Ticket]:
+    def _tickets(self, plane: int, rows: Rows, asks: np.ndarray, mass: np.ndarray, step: int) -> list[Ticket]:
         """asks int32 [3, k] with slots claimed (see select.py) -> their tickets."""
         (layer, group), size = divmod(plane, self.kv.groups), self.kv.slot_bytes
         masses = mass[asks[select.ROW], asks[select.POSITION]].tolist()
@@ -315,10 +270,10 @@ class OasisView:
     def _key(self, plane: int, seat: Seat, position: int) -> Key:
         return (seat.request.id, seat.generation, *divmod(plane, self.kv.groups), position)
 
-    def _audit(self, plane: int, q: Tensor, read: np.ndarray, scale: float) -> None:
+    def _audit(self, rows: Rows, plane: int, q: Tensor, read: np.ndarray, scale: float) -> None:
         """True mass recall of a quarter of the layers, in turn; a request below --audit-recall gets more."""
-        kv, rows, (layer, group) = self.kv, self.sparse, divmod(plane, self.kv.groups)
-        if rows is None or (kv.step // kv.options.audit_every + layer) % 4:
+        kv, (layer, group) = self.kv, divmod(plane, self.kv.groups)
+        if (kv.step // kv.options.audit_every + layer) % 4:
             return
         for i, seat in enumerate(rows.seats):
             blocks = torch.tensor(seat.request.block_table[: seat.sealed])
@@ -334,15 +289,13 @@ class OasisView:
                 kv.raise_budget(seat)
 
     def close(self) -> None:
-        """The step is over: order what the next one should find, add up what this one met."""
+        """The pass is over: order what the next one should find, add up what this one met."""
+        if self.closed:
+            return
+        self.closed = True
         self.kv.flights.flush()
         stats, counts = self.kv.stats, self.counts
         stats.hits += int(counts[select.HITS])
         stats.misses += int(counts[select.MISSES])
         stats.skipped += int(counts[select.SKIPPED]) - self.estimated
         stats.estimated += self.estimated
-
-
-_POLICIES = {
-    "skip": select.SKIP, "repair": select.REPAIR, "wait": select.WAIT, "estimate": select.ESTIMATE
-}  # fmt: skip

@@ -5,8 +5,9 @@ Owns: Seat and OasisStats. Must not know: slots' contents, queries, how a seat c
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
+import numpy as np
 import torch
 
 from nano_oasis.request import Request
@@ -25,6 +26,11 @@ class Seat:
     dense: bool = True  # everything is resident: attention reads it all and is exact
     cold: bool = False  # just shrunk: the next decode step fetches what it wants and waits
     sealed: int = 0  # leading blocks that are in the host tier and sketched
+    lossless: bool = False  # its tokens come from attention to everything, wherever that is
+    draft_chance: float = 0.5  # how often its drafts were right lately
+    looks_ahead: bool = True  # whether its drafts' queries foretell better than its own
+    agreement: dict[str, float] = field(default_factory=dict)  # by predictor, lately; see lookahead.py
+    foretold: dict[int, dict[str, np.ndarray]] = field(default_factory=dict)  # by plane and predictor
 
 
 @dataclass

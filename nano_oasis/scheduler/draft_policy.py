@@ -17,9 +17,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from statistics import median
 
+from nano_oasis.config import MOST_DRAFTS
 from nano_oasis.request import Request
 
-MOST = 6  # draft tokens of a request when nobody says how many
 FIRST = 3  # plain steps of a new batch size, before drafts are tried
 CHECK = 48  # steps after which the other kind of step is tried
 LATER = 4 * CHECK  # and where drafts cost more than any could bring
@@ -58,7 +58,7 @@ class _Size:
 class PricedDrafts:
     """Up to `most` tokens for each request, as long as any could be worth its price."""
 
-    def __init__(self, most: int = MOST) -> None:
+    def __init__(self, most: int = MOST_DRAFTS) -> None:
         self.most = most
         self.price = 0.0  # of this step's batch
         self._sizes: dict[int, _Size] = {}

@@ -1,0 +1,102 @@
+"""The decode rows of a step in the oasis mode, and what their choice of blocks has in common over the layers.
+
+Owns: Rows, Layout, and which miss policy a row has. Must not know: queries, masses, how blocks move.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+import torch
+
+from nano_oasis.config import EngineConfig
+from nano_oasis.kernels import select
+from nano_oasis.memory.seat import Seat
+
+_POLICIES = {
+    "skip": select.SKIP, "repair": select.REPAIR, "wait": select.WAIT, "estimate": select.ESTIMATE
+}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Place:
+    """One query of the step. draft: 0 for a request's newest token, then 1.. for its drafts."""
+
+    seat: Seat
+    token: int  # index into the step's T tokens
+    context: int  # tokens visible to it
+    draft: int
+
+
+@dataclass
+class Layout:
+    """What the choice of blocks has in common over the layers of one kind: n rows, M positions."""
+
+    rows: np.ndarray  # int32 [n, 8], see select.py
+    wanted: np.ndarray  # bool [n, M]
+    read: np.ndarray  # bool [n, M]
+    asks: np.ndarray  # int32 [3, n * M]
+    no_mass: np.ndarray  # fp32 [n, M] of zeros, for sliding windows: what is visible is forced
+
+    @property
+    def budget(self) -> int:
+        return int(self.rows[:, select.BUDGET].max())
+
+
+@dataclass
+class Rows:
+    """Some rows of the step that are attended to together; a seat's rows follow each other, drafts last."""
+
+    places: Sequence[Place]
+    waits: bool = False  # misses are waited for, whatever the requests' policies: the result is to be exact
+    layouts: dict[tuple[int | None, bool], Layout] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self.seats = [p.seat for p in self.places]
+        self.contexts = [p.context for p in self.places]
+        self.tokens = torch.tensor([p.token for p in self.places])  # [n]
+        self.index = torch.tensor([s.index for s in self.seats])  # [n]
+        self.lens = torch.tensor(self.contexts, dtype=torch.int32)
+        self.sealed = torch.tensor([s.sealed for s in self.seats])
+        self.drafts = np.array([p.draft for p in self.places])
+        self.last = np.append(self.drafts[1:] == 0, True)  # of its seat
+        # Host block of each sealed position, for the sketches; block 0 stands in for the others.
+        width = max(len(s.request.block_table) for s in self.seats)
+        padded = [s.request.block_table + [0] * (width - len(s.request.block_table)) for s in self.seats]
+        self.host_blocks = torch.tensor(padded)  # [n, width] int64
+        self.caps = np.stack([s.caps.numpy() for s in self.seats], 1).astype(np.int32)  # [planes, n]
+
+    def layout(self, layer: int, window: int | None, options: EngineConfig, drafting: bool) -> Layout:
+        key = (window, layer < options.dense_layers)
+        if key not in self.layouts:
+            size = options.block_size
+            blocks = [-(-n // size) for n in self.contexts]
+            table = np.zeros((len(blocks), 8), np.int32)
+            for i, (place, count) in enumerate(zip(self.places, blocks, strict=True)):
+                first = 0 if window is None else max(place.context - window, 0) // size
+                sink, recent = min(options.sink_blocks, count), max(count - options.recent_blocks, 0)
+                budget = min(place.seat.budget, count)
+                if window is not None:
+                    sink, recent, budget = 0, first, count - first
+                elif layer < options.dense_layers:
+                    budget = count
+                tail, policy = place.context - (count - 1) * size, self._policy(place, options, drafting)
+                table[i] = place.seat.index, first, count, sink, recent, budget, tail, policy
+            shape = len(blocks), max(blocks)
+            wanted, read = np.zeros((2, *shape), bool)
+            asks = np.empty((3, shape[0] * shape[1]), np.int32)
+            self.layouts[key] = Layout(table, wanted, read, asks, np.zeros(shape, np.float32))
+        return self.layouts[key]
+
+    def _policy(self, place: Place, options: EngineConfig, drafting: bool) -> int:
+        seat = place.seat
+        if drafting:
+            return select.SKIP  # a guess waits for nothing
+        if self.waits:
+            return select.WAIT
+        if seat.cold or options.predictor == "current":
+            # The cap has room for what one query wants; drafts wait for what is heavy.
+            return select.REPAIR if place.draft else select.WAIT
+        return _POLICIES[seat.request.params.miss_policy or options.miss_policy]
