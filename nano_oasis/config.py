@@ -182,7 +182,7 @@ class EngineConfig:
     )
     draft: str | None = _opt(
         None, "speculative decoding: who proposes tokens that the model verifies; default: none, with"
-        " kv_mode=lossless self", choices=(None, *DRAFTS),
+        " kv_mode=lossless self", choices=DRAFTS,
     )  # fmt: skip
     num_draft_tokens: int | None = _opt(
         None, "draft tokens per request and step, always; default: as many as pay, 0 included", low=1, high=16
@@ -253,7 +253,7 @@ class EngineConfig:
             raise ConfigError(f"{name}: expected {getattr(hint, '__name__', hint)}, got {value!r}")
         if isinstance(value, float) and not math.isfinite(value):
             raise ConfigError(f"{name}: must be finite, got {value!r}")
-        if "choices" in meta and value not in meta["choices"]:
+        if value is not None and "choices" in meta and value not in meta["choices"]:
             raise ConfigError(f"{name}: must be one of {', '.join(meta['choices'])}; got {value!r}")
         if value is not None and "low" in meta and not meta["low"] <= value <= meta["high"]:
             raise ConfigError(f"{name}: must be between {meta['low']} and {meta['high']}, got {value!r}")

@@ -25,6 +25,7 @@ from nano_oasis.model import Model
 from nano_oasis.request import SamplingParams
 from nano_oasis.runner import Runner
 from nano_oasis.sampler import Sampler
+from nano_oasis.scheduler.draft_policy import FixedDrafts
 from nano_oasis.scheduler.scheduler import Scheduler
 from nano_oasis.weights import load_checkpoint
 
@@ -38,10 +39,14 @@ def model_of(path) -> Model:
     return Model(checkpoint.config, checkpoint.tensors, 512)
 
 
-def engine_of(model, kv, blocks, gate=None, max_num_seqs=6, max_num_batched_tokens=32) -> Engine:
+def engine_of(
+    model, kv, blocks, gate=None, max_num_seqs=6, max_num_batched_tokens=32, draft=None, drafts=None
+) -> Engine:
+    """drafts: how many tokens are drafted, always."""
     info = EngineInfo("tiny", "float32", "cpu", B, blocks.num_blocks, blocks.num_blocks * B, 0, LIMIT)
-    scheduler = Scheduler(blocks, max_num_seqs, max_num_batched_tokens, gate)
-    runner = Runner(model, kv, Sampler(model.config.vocab_size))
+    policy = FixedDrafts(drafts) if draft is not None else None
+    scheduler = Scheduler(blocks, max_num_seqs, max_num_batched_tokens, gate, policy)
+    runner = Runner(model, kv, Sampler(model.config.vocab_size), draft=draft)
     return Engine(runner, scheduler, FakeTokenizer(), model.config, info, Metrics("tiny"), seed=0)
 
 
@@ -50,9 +55,14 @@ def dense_engine(model, num_blocks=400, **options) -> Engine:
     return engine_of(model, DenseKV(cache, select_kernels("cpu")), BlockManager(num_blocks, B), **options)
 
 
-def oasis_engine(model, num_slots, host_blocks=400, link=None, **settings) -> Engine:
+def oasis_engine(model, num_slots, host_blocks=400, link=None, draft=None, drafts=None, **settings) -> Engine:
     settings = {"max_num_seqs": 6, "max_num_batched_tokens": 32, "selector": "exact", **settings}
-    c, options = model.config, EngineConfig(kv_mode="oasis", block_size=B, **settings)
+    settings = {
+        "kv_mode": "oasis",
+        "draft": "ngram" if draft else None,
+        "num_draft_tokens": drafts,
+    } | settings
+    c, options = model.config, EngineConfig(block_size=B, **settings)
     heads = c.num_kv_heads // options.head_groups
     keys, values = (torch.full((num_slots, B, heads, c.head_dim), torch.nan) for _ in range(2))
     host = HostTier.create(c, host_blocks, B, torch.float32)
@@ -71,7 +81,8 @@ def oasis_engine(model, num_slots, host_blocks=400, link=None, **settings) -> En
         stage, LIMIT,
     )  # fmt: skip
     blocks = BlockManager(host_blocks, B)
-    return engine_of(model, kv, blocks, kv, options.max_num_seqs, options.max_num_batched_tokens)
+    sizes = options.max_num_seqs, options.max_num_batched_tokens
+    return engine_of(model, kv, blocks, kv, *sizes, draft, drafts)
 
 
 def outputs(engine, prompts, params):

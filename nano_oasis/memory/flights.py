@@ -50,6 +50,7 @@ class Flights:
     def start_and_wait(self, tickets: Sequence[Ticket], keys: Sequence[Key]) -> None:
         """Submit these and wait for them and for `keys`, which may be on their way already."""
         end = time.monotonic() + WAIT_S
+        keys = list(dict.fromkeys(keys))  # a request's newest token and its drafts may ask for the same
         while True:
             tickets = self._submit(tickets)
             # Refused ones want room in the coordinator's book: whatever ends makes some.

@@ -149,7 +149,7 @@ class OasisKV:
             if window is not None:
                 # Not below what shrink() always keeps, or making room would try for ever.
                 blocks = max(-(-window // self.block_size), self._forced) + 1 + self.tail_blocks
-            caps += [min(blocks, most)] * self.groups
+            caps += [min(blocks, most + self.tail_blocks - 1)] * self.groups
         return torch.tensor(caps)
 
     # --- the runner's side -------------------------------------------------------------------------
@@ -243,9 +243,12 @@ class OasisKV:
         while self.pool.num_free < need:
             seats = [s for s in self.seats.values() if s.request.params.kv_mode != "dense"]
             over = [s for s in seats if s.dense or self._excess(s) > 0]
+            free = self.pool.num_free
             if over:
                 self.shrink(max(over, key=self._excess))
-            elif len(self.flights):
+            if self.pool.num_free > free:
+                continue
+            if len(self.flights):  # what is on its way can be evicted once it is here
                 self.flights.wait_for_all()
             else:
                 return  # the pool's own error will say so

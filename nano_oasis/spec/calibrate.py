@@ -27,7 +27,7 @@ from nano_oasis.model import Model
 from nano_oasis.request import Request, SamplingParams, ScheduledRow
 from nano_oasis.spec.self_draft import format_layers, parse_layers
 
-TOKENS = 96  # of the text
+TOKENS = 96  # of the text, at most
 KEPT = (0.3, 0.5, 0.7)  # shares of the layers that are tried
 DRAFTS = 3  # that a step is assumed to have
 
@@ -63,15 +63,16 @@ def calibrate(model: Model, num_tokens: int) -> Calibrated:
 def _write(model: Model, num_tokens: int) -> tuple[Tensor, DenseKV, Request]:
     """A text by the model itself, sampled from its first token on, so that it is what drafting will meet."""
     size = 16
-    blocks = -(-TOKENS // size)
+    length = min(TOKENS, len(model.rope))
+    blocks = -(-length // size)
     device, dtype = model.embed.device, model.embed.dtype
     cache = KVCache.allocate(model.config, blocks, size, dtype, str(device))
     kv = DenseKV(cache, select_kernels(device, dtype), str(device))
     first = model.config.bos_token_id or 0
-    request = Request([first], SamplingParams(), TOKENS + 1, seed=0, block_table=list(range(blocks)))
+    request = Request([first], SamplingParams(), length + 1, seed=0, block_table=list(range(blocks)))
     draw = torch.Generator().manual_seed(0)
     tokens = [first]
-    for at in range(TOKENS - 1):
+    for at in range(length - 1):
         view = kv.begin([ScheduledRow(request, at, 1, samples=True)])
         hidden = model.forward(torch.tensor(tokens[-1:]).to(device), torch.tensor([at]).to(device), view)
         logits = model.logits(hidden)[0, :num_tokens].cpu()
