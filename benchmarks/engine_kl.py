@@ -38,10 +38,16 @@ from nano_oasis.model import Model
 from nano_oasis.request import Request, SamplingParams, ScheduledRow
 from nano_oasis.runner import KVFailure, Runner
 from nano_oasis.sampler import Sampler
+from nano_oasis.spec.auto import AutoDraft
+from nano_oasis.spec.draft import Draft
+from nano_oasis.spec.head import DraftHead, head_path
+from nano_oasis.spec.head_draft import HeadDraft
+from nano_oasis.spec.ngram import NGramDraft
 from nano_oasis.tokenizer import load_tokenizer
 from nano_oasis.weights import load_checkpoint, resolve_model
 
 SETTINGS = ("current+wait", "previous+wait", "previous+repair", "previous+skip")
+WITH_DRAFTS = ("lookahead+repair", "lookahead+skip", "lookahead+wait")
 CHUNK = 512  # prefill tokens per step in the roomy pool
 
 
@@ -76,7 +82,8 @@ class Bench:
     def options(self, **more: object) -> EngineConfig:
         a = self.args
         return EngineConfig(
-            kv_mode="oasis", block_size=a.block, kv_budget=a.budget, selector=a.selector, max_num_seqs=1,
+            kv_mode="oasis", draft="auto" if a.drafts else None, num_draft_tokens=a.drafts or None,
+            block_size=a.block, kv_budget=a.budget, selector=a.selector, max_num_seqs=1,
             dense_layers=a.dense_layers, buffer_factor=a.buffer_factor, recent_blocks=a.recent_blocks, **more,
         )  # fmt: skip
 
@@ -145,14 +152,18 @@ class Bench:
         try:
             assert kv.admit(request)
             self.step(runner, request, a.prefix - size, size)
-            for t in range(a.steps):
+            t, draft = 0, self.draft() if a.drafts else None
+            while t < a.steps:
                 request.output_ids.append(ids[a.prefix + t])
-                logs = self.log_probs(self.step(runner, request, a.prefix + t, 1))[0]
-                kls.append(float((dense[t].exp() * (dense[t] - logs)).sum()))
-                same.append(int(dense[t].argmax() == logs.argmax()))
+                logs = self.log_probs(self.draft_step(kv, request, draft, ids, t))  # [1 + right drafts, V]
+                truth = dense[t : t + len(logs)]
+                kls += (truth.exp() * (truth - logs)).sum(1).tolist()
+                same += (truth.argmax(1) == logs.argmax(1)).int().tolist()
                 held.append(kv.device_bytes(request) / (request.num_computed * self.dense_bytes))
                 if t == 0:
                     kv.stats = OasisStats()  # the cold step fetches everything: not a hit rate
+                request.output_ids += ids[a.prefix + t + 1 : a.prefix + t + len(logs)]
+                t += len(logs)
             kv.check()
         finally:
             kv.coordinator.stop()
@@ -164,7 +175,35 @@ class Bench:
             "skipped": s.skipped / n, "device_mb": kv.device_bytes(request) / 1e6,
             "dense_mb": request.num_computed * self.dense_bytes / 1e6,
             "times_least": 1 / max(held), "times_mean": len(held) / sum(held),
+            "per_step": a.steps / len(held),
+            **{f"agree_{name}": x.mean for name, x in kv.lookahead.agreement.items()},
         }  # fmt: skip
+
+    def draft(self) -> Draft:
+        """What `--draft auto` uses for this model."""
+        path = head_path(self.model.model)
+        return AutoDraft(HeadDraft(DraftHead.load(path, self.model.model))) if path else NGramDraft()
+
+    def draft_step(
+        self, kv: OasisKV, request: Request, draft: Draft | None, ids: list[int], t: int
+    ) -> Tensor:
+        """The newest token with its drafts; those that the text confirms are kept -> hidden [1 + kept, H]."""
+        start = self.args.prefix + t
+        most = min(self.args.drafts, self.args.steps - t - 1)
+        row = ScheduledRow(request, start, 1, samples=True, max_drafts=most)
+        if draft is not None and most:
+            row = row.with_drafts(draft.propose([row], kv)[0])
+        tokens, positions = torch.tensor(row.token_ids()), torch.arange(start, start + row.num_tokens)
+        hidden = self.model.forward(tokens, positions, kv.begin([row]))
+        truth = ids[start + 1 : start + 1 + len(row.drafts)]
+        right = next((j for j, d in enumerate(row.drafts) if d != truth[j]), len(row.drafts))
+        failures = kv.end([row.with_drafts(row.drafts[:right])])
+        if failures:
+            raise RuntimeError(str(failures))
+        if draft is not None:
+            draft.observe([row], [right], hidden[right : right + 1])
+        request.num_computed = start + 1 + right
+        return hidden[: right + 1]
 
     @property
     def dense_bytes(self) -> int:
@@ -191,8 +230,9 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--texts", nargs="*", default=list(real_texts()))
-    parser.add_argument("--settings", nargs="*", default=SETTINGS, choices=SETTINGS)
+    parser.add_argument("--settings", nargs="*", default=SETTINGS, choices=SETTINGS + WITH_DRAFTS)
     parser.add_argument("--head-groups", type=int, nargs="*", default=[1])
+    parser.add_argument("--drafts", type=int, default=0, help="draft tokens per step (draft auto)")
     parser.add_argument("--model", default="smollm2")
     parser.add_argument("--prefix", type=int, default=8000, help="tokens of context; a multiple of the block")
     parser.add_argument("--steps", type=int, default=128)
@@ -232,7 +272,9 @@ def print_rows(rows: list[dict]) -> None:
             f"{r['text']:6} {r['setting']:16} groups {r['groups']}  KL {r['kl']:.4f} +- {r['kl_error']:.4f}, "
             f"p99 {r['p99']:.3f}, same top {r['same_top']:.3f}  hits {r['hit_rate']:.3f}, per step "
             f"{r['fetched_now']:.1f} waited for, {r['skipped']:.1f} skipped  device {r['device_mb']:.1f} of "
-            f"{r['dense_mb']:.1f} MB, {r['times_mean']:.2f}x (least {r['times_least']:.2f}x)",
+            f"{r['dense_mb']:.1f} MB, {r['times_mean']:.2f}x (least {r['times_least']:.2f}x)  tokens per step "
+            f"{r['per_step']:.2f}, foretold by lookahead {r['agree_lookahead']:.3f}, previous "
+            f"{r['agree_previous']:.3f}",
             flush=True,
         )
 

@@ -1,11 +1,11 @@
 """Tokens per second and acceptance of each draft against plain decoding, one stream, side by side.
 
-Owns: one measurement, run by hand: python benchmarks/speculation.py [--drafts none,ngram,head,auto --repeats 3].
-Must not know: how drafts work; it times generate() from outside and reads the metrics.
+Owns: one measurement, run by hand: python benchmarks/speculation.py [--drafts none,ngram,head,auto --repeats
+3]. Must not know: how drafts work; it times generate() from outside and reads the metrics.
 
 Each engine answers the same prompts greedily; engines take turns, so that a slow moment of the machine meets
-all of them. Reported per task: the median over repeats of tokens/s relative to plain decoding of the same repeat,
-and tokens per step. Answers must be the same as without drafts, and are checked.
+all of them. Reported per task: the median over repeats of tokens/s relative to plain decoding of the same
+repeat, and tokens per step. Answers must be the same as without drafts, and are checked.
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ def answer(llm: LLM, messages: list[str], args: argparse.Namespace) -> dict:
     drafts = accepted(llm)
     for text in messages:
         chat = [{"role": "user", "content": text}]
-        llm.chat(chat, SamplingParams(temperature=0, max_tokens=1), use_tqdm=False)  # the prompt is cached now
+        llm.chat(chat, SamplingParams(temperature=0, max_tokens=1), use_tqdm=False)  # caches the prompt
         start = time.perf_counter()
         out = llm.chat(chat, params, use_tqdm=False)[0].outputs[0]
         seconds += time.perf_counter() - start
