@@ -251,10 +251,12 @@ def test_the_loss_falls(folder, trained):
 
 def test_every_state_is_seen_once_per_epoch(folder, trained):
     texts = trainer_of(folder, trained, 1).texts
-    size = 8  # of which one stretch is from prompts
-    steps = len(texts.written) // 7
-    seen = torch.cat([texts.batch(s, size, 0).view(size, -1)[:7, 0] for s in range(steps)]).tolist()
-    assert len(set(seen)) == len(seen) == 7 * steps and set(seen) <= set(texts.written.tolist())
+    size, few = 10, round(10 * fit.PROMPT_SHARE)
+    steps = len(texts.written) // (size - few)
+    begins = [texts.batch(s, size, 0).view(size, -1)[:, 0] for s in range(steps)]
+    seen = torch.cat([b[: size - few] for b in begins]).tolist()
+    assert len(set(seen)) == len(seen) == (size - few) * steps and set(seen) <= set(texts.written.tolist())
+    assert set(torch.cat([b[size - few :] for b in begins]).tolist()) <= set(texts.prompts.tolist())
 
 
 def test_cross_entropy_and_its_gradient_equal_torch():

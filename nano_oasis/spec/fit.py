@@ -31,13 +31,11 @@ from nano_oasis.spec.head import HeadConfig, advance, write_atomically
 from nano_oasis.spec.recording import Recording
 
 STRETCH = 16  # neighbouring states of a text that are trained together: they share the target's distributions
-UNROLL = (
-    4  # draft tokens in the last part of the training; before, one: it is the foundation and costs a quarter
-)
-UNROLL_FROM = 0.6  # of the steps
+UNROLL = 4  # draft tokens, in the last part of the training
+UNROLL_FROM = 0.6  # of the steps; before, one: the others rest on it, and it costs a quarter
 DECAY = 0.8  # weight of a draft token relative to the one before it
-STATE = 0.5
-PROMPT_SHARE = 0.125  # of a batch: stretches of prompts instead of what the target wrote
+STATE = 1.0
+PROMPT_SHARE = 0.2  # of a batch: stretches of prompts instead of what the target wrote
 WARM_UP = 0.05  # of the steps
 DECAY_WEIGHTS, CLIP = 0.01, 1.0
 _PROMPT_COUNT = 0.1  # of a token in a prompt when the draft vocabulary is counted
@@ -59,12 +57,13 @@ class Texts:
     @classmethod
     def of(cls, recordings: Sequence[Recording]) -> Texts:
         tokens = torch.cat([r.tokens for r in recordings]).long()
-        hidden = torch.cat([F.pad(r.hidden, (0, 0, 0, 1)) for r in recordings])
+        hidden = torch.zeros(len(tokens), recordings[0].hidden.shape[1], dtype=torch.float16)
         lengths = torch.tensor([len(r.tokens) for r in recordings])
         starts = (lengths.cumsum(0) - lengths).tolist()
         last = torch.repeat_interleave(lengths.cumsum(0) - 2, lengths)
         written, prompts = list[int](), list[int]()
         for start, r in zip(starts, recordings, strict=True):
+            hidden[start : start + len(r.hidden)] = r.hidden
             # The first state that a draft starts from gave the first written token: place prompt - 1.
             written += range(start + r.prompt - 1, start + len(r.tokens) - 2, STRETCH)
             prompts += range(start, start + r.prompt - 1 - STRETCH, STRETCH)

@@ -38,7 +38,7 @@ if TYPE_CHECKING:  # torch is imported only when something is done
 
 SHARD = 480  # prompts per shard: minutes of work that a kill can cost
 FEWEST = 40  # prompts of the only shard of a small run: two of them are held out
-HELD_TEXTS = 160  # that drafts are measured on, at most
+HELD_TEXTS = 100  # that drafts are measured on, at most
 SAVE_EVERY = 50  # steps
 MAX_LEN = 2048  # tokens of a recorded text
 SILENCE_S = 30  # without a terminal: one line of progress this often
@@ -58,13 +58,13 @@ def build_parser() -> argparse.ArgumentParser:
     parser.add_argument("--output", required=True, metavar="FILE", help="the head: a .safetensors file")
     parser.add_argument("--work", metavar="DIR", help="recordings and the checkpoint; the same command with "
                         "the same folder continues (default: FILE.work)")  # fmt: skip
-    parser.add_argument("--tokens", type=int, default=300_000, help="the target writes (default: 300000)")
+    parser.add_argument("--tokens", type=int, default=450_000, help="the target writes (default: 450000)")
     parser.add_argument("--max-new-tokens", type=int, default=200, help="of one text (default: 200)")
     parser.add_argument("--dtype", default="auto", choices=("auto", "float32", "bfloat16"),
                         help="of the target as it writes; auto = as the engine (default: auto)")  # fmt: skip
-    parser.add_argument("--steps", type=int, default=2000, help="of training (default: 2000)")
+    parser.add_argument("--steps", type=int, default=5000, help="of training (default: 5000)")
     parser.add_argument("--batch", type=int, default=32, help="stretches of 16 tokens (default: 32)")
-    parser.add_argument("--lr", type=float, default=1e-3, help="highest learning rate (default: 0.001)")
+    parser.add_argument("--lr", type=float, default=2e-3, help="highest learning rate (default: 0.002)")
     parser.add_argument("--products", default="float32", choices=("float32", "bfloat16"), help="of training; "
                         "bfloat16 is faster where the CPU multiplies it (default: float32)")  # fmt: skip
     parser.add_argument("--inner", type=int, help="width of the MLPs (default: 2.1 times the hidden size)")
