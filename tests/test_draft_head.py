@@ -17,10 +17,10 @@ from nano_oasis.model import Model
 from nano_oasis.request import Request, SamplingParams, ScheduledRow
 from nano_oasis.spec import fit, measure, train
 from nano_oasis.spec.head import EPS, DraftHead, head_path, read_config
-from nano_oasis.spec.prompts import HELD_EVERY, PromptMaker, read_documents, topics
+from nano_oasis.spec.prompts import HELD_EVERY, Prompt, PromptMaker, read_documents, topics
 from nano_oasis.spec.recording import Recorder, Recording, load_recordings
 from nano_oasis.tokenizer import load_tokenizer
-from nano_oasis.weights import load_checkpoint
+from nano_oasis.weights import load_checkpoint, resolve_model
 
 OPTIONS = ["--tokens", "900", "--max-new-tokens", "12", "--steps", "10", "--batch", "4", "--inner", "32",
            "--vocab", "128", "--threads", "1"]  # fmt: skip
@@ -338,3 +338,22 @@ def test_acceptance_counts_the_steps_of_a_drafting_engine():
     assert figures["steps"] == 4 and figures["accepted"] == [1.0, 1.0, 0.5, 0.5]
     assert figures["given"] == [1.0, 1.0, 0.6667, 1.0] and figures["per_step"] == 3.75
     assert measure.acceptance(Reciter(tokens), [])["per_step"] == 0
+
+
+# --- the head in the package ---------------------------------------------------------------------------
+
+
+def test_the_default_model_has_a_head_that_drafts():
+    """On questions that are not in topics.txt, written by the target here."""
+    path = resolve_model("smollm2")
+    checkpoint = load_checkpoint(path, torch.float32)
+    model, tokenizer = Model(checkpoint.config, checkpoint.tensors, 256), load_tokenizer(path)
+    shipped = head_path(model)
+    assert shipped is not None and shipped.stat().st_size <= 10_000_000
+    asked = ["How do I plan a garden for a small yard?", "Describe what a teacher does all day."]
+    ids = [tuple(tokenizer.encode_chat([{"role": "user", "content": text}])) for text in asked]
+    assert not set(asked) & {topic.text for topic in topics()}
+    prompts = [Prompt(i, some, 0.0, True, "topic") for i, some in enumerate(ids)]
+    texts = Recorder(model, tokenizer.vocab_size, frozenset(tokenizer.eos_ids), 40, seed=0).run(prompts)
+    figures = measure.acceptance(DraftHead.load(shipped, model), texts)
+    assert figures["per_step"] > 1.3
