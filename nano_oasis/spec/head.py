@@ -211,6 +211,7 @@ def write_atomically(path: Path, tensors: dict[str, Tensor], metadata: dict[str,
     partial = path.with_name(f"{path.name}.{os.getpid()}.partial")
     try:
         save_file({name: t.contiguous() for name, t in tensors.items()}, partial, metadata)
+        partial.chmod(0o644)  # safetensors writes files that only their owner can read
         partial.replace(path)
     finally:
         partial.unlink(missing_ok=True)
