@@ -273,8 +273,8 @@ def print_rows(rows: list[dict]) -> None:
             f"p99 {r['p99']:.3f}, same top {r['same_top']:.3f}  hits {r['hit_rate']:.3f}, per step "
             f"{r['fetched_now']:.1f} waited for, {r['skipped']:.1f} skipped  device {r['device_mb']:.1f} of "
             f"{r['dense_mb']:.1f} MB, {r['times_mean']:.2f}x (least {r['times_least']:.2f}x)  "
-            f"tokens per step {r['per_step']:.2f}, foretold by lookahead {r['agree_lookahead']:.3f}, previous "
-            f"{r['agree_previous']:.3f}",
+            f"tokens per step {r['per_step']:.2f}, foretold by lookahead {r['agree_lookahead']:.3f}, "
+            f"by previous {r['agree_previous']:.3f}",
             flush=True,
         )
 
