@@ -93,12 +93,13 @@ def build_engine(
 def warm_up(runner: Runner, gate: Gate | None, max_len: int) -> None:
     """One prefill and one decode of a request nobody sent: compiles kernels, touches every weight."""
     prompt = [0] * min(2, max_len - 1)
-    request = Request(prompt, SamplingParams(), max_len=len(prompt) + 1, seed=0, block_table=[0, 0, 0])
+    drafts = int(len(prompt) + 2 <= max_len)
+    request = Request(prompt, SamplingParams(), max_len=len(prompt) + 1 + drafts, seed=0, block_table=[0] * 4)
     if gate is not None:
         gate.admit(request)
     runner.execute([ScheduledRow(request, 0, len(prompt), samples=True)])
     request.output_ids.append(0)
-    runner.execute([ScheduledRow(request, len(prompt), 1, samples=True)])
+    runner.execute([ScheduledRow(request, len(prompt), 1, samples=True, max_drafts=drafts)])
     if gate is not None:
         gate.leave(request)
     runner.forget(request)

@@ -299,7 +299,7 @@ def test_cheap_drafts_are_used_and_dear_ones_are_not():
     assert cheap[:FIRST] == [0] * FIRST and sum(k == 6 for k in cheap) > 350
     assert cheap.count(0) >= 400 // (CHECK + 2)  # a plain step now and then
     dear = steps(PricedDrafts(6), cost=2.0, plain=1.0, count=2000, chance=0.9)
-    assert sum(dear) < 30 and max(dear[50:]) == 1  # a look now and then
+    assert sum(dear) < 60 and max(dear[50:]) == 1  # a look now and then
 
 
 def test_a_draft_token_is_proposed_while_it_is_likelier_than_its_price():

@@ -20,7 +20,8 @@ from statistics import median
 from nano_oasis.config import MOST_DRAFTS
 from nano_oasis.request import Request
 
-FIRST = 3  # plain steps of a new batch size, before drafts are tried
+FIRST = 3  # steps of a kind before anything is concluded from them
+SEEN = 5  # steps of a kind that count
 CHECK = 48  # steps after which the other kind of step is tried
 LATER = 4 * CHECK  # and where drafts cost more than any could bring
 
@@ -44,15 +45,16 @@ class FixedDrafts:
 class _Size:
     """What was seen of steps of about one size; seconds, tokens per second."""
 
-    plain: deque[float] = field(default_factory=lambda: deque(maxlen=9))
-    cost: deque[float] = field(default_factory=lambda: deque(maxlen=9))  # of a draft token
-    rate: deque[float] = field(default_factory=lambda: deque(maxlen=9))
+    plain: deque[float] = field(default_factory=lambda: deque(maxlen=SEEN))
+    cost: deque[float] = field(default_factory=lambda: deque(maxlen=SEEN))  # of a draft token
+    rate: deque[float] = field(default_factory=lambda: deque(maxlen=SEEN))
     since_plain: int = 0
     since_drafts: int = 0
+    looks: int = 0  # steps left that have a draft token although it would not pay
 
     @property
     def price(self) -> float:
-        return max(median(self.cost), 0.0) * median(self.rate) if self.cost else 0.0
+        return max(median(self.cost), 0.0) * median(self.rate) if len(self.cost) >= FIRST else 0.0
 
 
 class PricedDrafts:
@@ -70,10 +72,14 @@ class PricedDrafts:
             return [0] * len(requests)
         if self.price < 1:
             return [self.most] * len(requests)
-        # None could pay. One token for all shows whether that is still so.
-        due = size.since_drafts > LATER
-        self.price = 0.0 if due else self.price
-        return [int(due)] * len(requests)
+        # None could pay. Now and then one token for all, in a few steps, shows whether that is still so.
+        if size.since_drafts > LATER:
+            size.looks = FIRST
+        if not size.looks:
+            return [0] * len(requests)
+        size.looks -= 1
+        self.price = 0.0
+        return [1] * len(requests)
 
     def record(self, requests: int, drafts: int, tokens: int, seconds: float) -> None:
         """A step that only decoded: its requests, draft tokens verified, tokens kept, and duration."""
