@@ -1,4 +1,5 @@
-"""Decode throughput under device memory pressure: dense against oasis, same device KV memory, one process.
+"""Decode throughput under device memory pressure: dense against oasis or lossless, same device KV memory, one
+process.
 
 Owns: one measurement, run by hand: python benchmarks/oasis_throughput.py [--requests 12 --prompt 7000 ...].
 Must not know: how either mode works; it times the engine's steps from outside.
@@ -25,7 +26,8 @@ class StepTimer:
 
     def __init__(self, llm: LLM) -> None:
         self.decode_tokens, self.decode_s, self.prefill_tokens, self.prefill_s = 0, 0.0, 0, 0.0
-        self.most_rows = 0
+        self.most_rows = self.row_steps = 0
+        self._drawn = 0  # tokens of the last step: more than rows, with drafts
         engine, step, execute = llm.engine, llm.engine.step, llm.engine.runner.execute
         self._rows: list = []
         self._kv = llm.engine.runner.kv
@@ -33,7 +35,9 @@ class StepTimer:
 
         def spy(rows):
             self._rows = rows
-            return execute(rows)
+            results = execute(rows)
+            self._drawn = sum(len(r.tokens) for r in results if hasattr(r, "tokens"))
+            return results
 
         def timed() -> None:
             start = time.perf_counter()
@@ -48,7 +52,8 @@ class StepTimer:
             self.prefill_tokens += prefill
             self.prefill_s += seconds
         else:
-            self.decode_tokens += len(self._rows)
+            self.decode_tokens += self._drawn
+            self.row_steps += len(self._rows)
             self.decode_s += seconds
             self.most_rows = max(self.most_rows, len(self._rows))
             shrunk = [s for s in getattr(self._kv, "seats", {}).values() if not s.dense]
@@ -71,18 +76,19 @@ def prompts_of(llm: LLM, args: argparse.Namespace, count: int) -> list[dict]:
 def run(args: argparse.Namespace, name: str, count: int, **options) -> dict:
     with LLM(args.model, max_num_seqs=args.requests, max_model_len=args.prompt + args.new, **options) as llm:
         prompts = prompts_of(llm, args, count)
-        if name == "oasis":  # the shared beginning goes into the host tier
+        if name != "dense":  # the shared beginning goes into the host tier
             llm.generate(prompts[0], SamplingParams(max_tokens=1))
         timer = StepTimer(llm)
         params = SamplingParams(temperature=0, max_tokens=args.new, ignore_eos=True)
-        llm.generate(prompts, params, use_tqdm=False)
+        outputs = llm.generate(prompts, params, use_tqdm=False)
         kv = llm.engine.runner.kv
         row = {
             "mode": name,
             "requests": count,
             "at_once": timer.most_rows,
             "decode_tokens_per_s": round(timer.decode_tokens / timer.decode_s, 1),
-            "ms_per_step": round(1000 * timer.decode_s / max(timer.decode_tokens / timer.most_rows, 1), 1),
+            "ms_per_step": round(1000 * timer.decode_s / max(timer.row_steps / timer.most_rows, 1), 1),
+            "tokens_per_row": round(timer.decode_tokens / max(timer.row_steps, 1), 2),
             "prefill_tokens_per_s": round(timer.prefill_tokens / max(timer.prefill_s, 1e-9)),
         }
         if hasattr(kv, "stats"):
@@ -92,7 +98,7 @@ def run(args: argparse.Namespace, name: str, count: int, **options) -> dict:
             row["hit_rate"] = round(s.hits / max(s.hits + s.misses, 1), 3)
             row["exposed_share"] = round(kv.coordinator.stats.exposed_s / timer.decode_s, 3)
     print(json.dumps(row), flush=True)
-    return row
+    return row | {"outputs": [o.outputs[0].token_ids for o in outputs]}
 
 
 def main() -> None:
@@ -105,15 +111,19 @@ def main() -> None:
     parser.add_argument("--new", type=int, default=128)
     parser.add_argument("--fit", type=float, default=2.25, help="dense requests the device holds")
     parser.add_argument("--budget", type=int, default=512)
+    parser.add_argument("--mode", default="oasis", choices=("oasis", "lossless"))
     parser.add_argument("--oasis", default="{}", help="more options of the oasis engine, as JSON")
     args = parser.parse_args()
     blocks = int(args.fit * -(-(args.prompt + args.new) // 16))
     dense = run(args, "dense", args.dense_requests, num_device_blocks=blocks, enable_prefix_caching=False)
     more = json.loads(args.oasis)
     oasis = run(
-        args, "oasis", args.requests, num_device_blocks=blocks, kv_mode="oasis", kv_budget=args.budget, **more
-    )
-    print(f"oasis / dense: {oasis['decode_tokens_per_s'] / dense['decode_tokens_per_s']:.2f}")
+        args, args.mode, args.requests, num_device_blocks=blocks, kv_mode=args.mode, kv_budget=args.budget,
+        **more,
+    )  # fmt: skip
+    print(f"{args.mode} / dense: {oasis['decode_tokens_per_s'] / dense['decode_tokens_per_s']:.2f}")
+    both = list(zip(dense["outputs"], oasis["outputs"], strict=False))
+    print(f"answers equal to dense: {sum(a == b for a, b in both)} of {len(both)}")
 
 
 if __name__ == "__main__":
