@@ -58,6 +58,8 @@ def build_engine(
         checkpoint = load_checkpoint(path, dtype, device, lambda done, total: report("weights", done, total))
         memory = memory or make_memory(config, model_config, wanted_len, checkpoint.dtype, device)
         model = Model(model_config, checkpoint.tensors, memory.max_len)
+        known_ids = min(tokenizer.vocab_size, model_config.vocab_size)
+        draft = make_draft(config, model, known_ids, memory.max_len)
     except BaseException:
         if memory is not None:
             memory.close()
@@ -80,8 +82,6 @@ def build_engine(
     if config.draft_kind != "none":
         policy = FixedDrafts(config.num_draft_tokens) if config.num_draft_tokens else PricedDrafts()
     scheduler = Scheduler(blocks, config.max_num_seqs, config.max_num_batched_tokens, memory.gate, policy)
-    known_ids = min(tokenizer.vocab_size, model_config.vocab_size)
-    draft = make_draft(config, model, known_ids, memory.max_len)
     runner = Runner(model, memory.store, Sampler(known_ids), device, draft)
     warm_up(runner, memory.gate, memory.max_len)
     return Engine(

@@ -225,6 +225,12 @@ class EngineConfig:
             raise ConfigError("draft: model needs draft_model, the checkpoint that drafts")
         if self.num_draft_tokens is not None and self.draft_kind == "none":
             raise ConfigError("num_draft_tokens: needs a draft, and draft is none")
+        if self.predictor == "lookahead" and self.draft_kind == "none":
+            raise ConfigError("predictor: lookahead needs a draft, and draft is none")
+        if self.kv_mode == "lossless":  # verification reads everything; drafts wait for nothing
+            for name in ("predictor", "miss_policy", "audit_every"):
+                if getattr(self, name) != type(self).__dataclass_fields__[name].default:
+                    raise ConfigError(f"{name}: means nothing with kv_mode=lossless, which reads everything")
         if self.audit_recall and not self.audit_every:
             raise ConfigError("audit_recall: needs audit_every, or nothing is ever audited")
 

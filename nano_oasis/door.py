@@ -41,8 +41,14 @@ def check_mode(request: Request, gate: Gate | None) -> None:
         if getattr(params, name) is not None and (gate is None or params.kv_mode == "dense"):
             raise RequestError(f"{name} needs kv_mode=oasis, for the engine and for the request", name)
     if params.kv_mode in ("oasis", "lossless") and gate is None:
-        mode = params.kv_mode
-        raise RequestError(f"kv_mode={mode} needs an engine that was started with kv_mode={mode}", "kv_mode")
+        raise RequestError(
+            f"kv_mode={params.kv_mode} needs an engine that was started with kv_mode=oasis or lossless",
+            "kv_mode",
+        )
+    if params.miss_policy is not None and params.kv_mode == "lossless":
+        raise RequestError(
+            "miss_policy means nothing with kv_mode=lossless, which reads everything", "miss_policy"
+        )
     if params.miss_policy is not None and gate is not None:
         why = gate.policy_refusal(params.miss_policy)
         if why is not None:

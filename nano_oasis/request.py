@@ -190,6 +190,7 @@ class Request:
     block_table: list[int] = field(default_factory=list)  # logical position // block_size -> block id
     num_computed: int = 0
     num_hashed: int = 0  # leading full blocks already published to the prefix index
+    num_exact: int | None = None  # leading tokens whose KV owes nothing to sparse attention; None = all
     num_cached: int = 0  # prompt tokens found in the prefix cache at first admission
     num_preemptions: int = 0
     kv_bytes: tuple[int, int] | None = None  # device, host: what it held when it last left the device

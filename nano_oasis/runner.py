@@ -82,7 +82,10 @@ class Runner:
     def forget(self, request: Request) -> None:
         """The request has ended."""
         if self.draft is not None:
-            self.draft.forget(request.id)
+            try:
+                self.draft.forget(request.id)
+            except Exception:
+                log.exception("the draft %s could not forget request %d", self.draft.name, request.id)
 
     def _with_drafts(self, plan: Sequence[ScheduledRow]) -> list[ScheduledRow]:
         """The rows with the draft tokens that were found for them. A draft that fails costs only itself."""
@@ -91,11 +94,11 @@ class Runner:
             return rows
         try:
             found = self.draft.propose([rows[i] for i in asked], self.kv)
+            for i, drafts in zip(asked, found, strict=True):
+                rows[i] = rows[i].with_drafts(drafts[: rows[i].max_drafts])
         except Exception:
             log.exception("the draft %s failed; this step goes without", self.draft.name)
-            return rows
-        for i, drafts in zip(asked, found, strict=True):
-            rows[i] = rows[i].with_drafts(drafts[: rows[i].max_drafts])
+            return list(plan)
         return rows
 
     def _sample(
@@ -123,7 +126,10 @@ class Runner:
             first += len(drafts) + 1
         if self.draft is not None:
             right = [len(results[i].tokens) - 1 for i in sampling]
-            self.draft.observe([rows[i] for i in sampling], right, states[last])
+            try:
+                self.draft.observe([rows[i] for i in sampling], right, states[last])
+            except Exception:
+                log.exception("the draft %s did not take what became of its tokens", self.draft.name)
         return [results.get(i) for i in range(len(rows))]
 
     def _flatten(self, rows: Sequence[ScheduledRow]) -> tuple[torch.Tensor, torch.Tensor, list[int]]:

@@ -217,19 +217,19 @@ def test_chains_stop_where_a_token_is_not_likely_enough():
 
     chains = Chains()
     assert chains.draft([row_of(request, 4)], step) == [[5, 6, 7, 8]]
-    assert chains.draft([row_of(request, 4, price=0.5)], step) == [[5, 6]]  # 0.9 * 0.8 * 0.5 is less
+    assert chains.draft([row_of(request, 4, price=0.5)], step) == [[5, 6]]  # 0.94 * 0.81 * 0.56 is less
     assert chains.draft([row_of(request, 4, price=0.95)], step) == [[]]
     assert chains.draft([row_of(request, 2)], step) == [[5, 6]]
 
 
-def test_calibration_lowers_what_was_too_sure():
+def test_calibration_learns_the_chance_of_each_confidence():
     calibration = Calibration()
+    assert calibration.chance(0.9) > 0.8 > 0.3 > calibration.chance(0.1)
     for _ in range(300):
-        calibration.learn([0.9, 0.9], 0)
-    assert calibration.factor < 0.05
-    for _ in range(300):
-        calibration.learn([0.5, 0.5], 2)
-    assert calibration.factor == pytest.approx(2.0, rel=0.05)
+        calibration.learn([0.9, 0.9], 0)  # the second is unknown
+        calibration.learn([0.3, 0.35, 0.32], 3)
+    assert calibration.chance(0.9) < 0.05 and calibration.chance(0.33) > 0.95
+    assert calibration.chance(0.6) == pytest.approx(9 / 16)
     chance = Chance()
     for _ in range(50):
         chance.learn(1, 3)  # one right, one wrong, one unknown

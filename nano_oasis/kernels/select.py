@@ -50,7 +50,7 @@ def choose_now(
     """
     counts[ASKS] = 0
     for i, row in enumerate(rows):
-        wanted[i] = _best(mass[i], row, np.ones(len(mass[i]), bool))
+        wanted[i] = best_blocks(mass[i], row, np.ones(len(mass[i]), bool))
     for i, row in enumerate(rows):
         held = slot_of[row[SEAT]]
         missing = np.flatnonzero(wanted[i] & (held[: len(wanted[i])] < 0))
@@ -89,7 +89,7 @@ def choose_read(
     counts[ASKS] = 0
     for i, row in enumerate(rows):
         held = slot_of[row[SEAT]]
-        read[i] = _best(mass[i], row, held[: len(mass[i])] >= 0)
+        read[i] = best_blocks(mass[i], row, held[: len(mass[i])] >= 0)
         picked = np.flatnonzero(read[i])
         table[i, : len(picked)] = held[picked]
         used_at[row[SEAT], picked] = step
@@ -100,7 +100,7 @@ def choose_read(
         held, order = slot_of[row[SEAT]], mass[i] if ahead is None else ahead[i]
         kept = _of_seat(rows, i, wanted | read)
         if ahead is not None:
-            wanted[i] = _best(order, row, np.ones(len(order), bool))
+            wanted[i] = best_blocks(order, row, np.ones(len(order), bool))
             kept |= wanted[i]
         missing = np.flatnonzero(wanted[i] & (held[: len(wanted[i])] == EMPTY))
         for m in missing[np.argsort(-order[missing], kind="stable")][: most[i]]:
@@ -110,7 +110,7 @@ def choose_read(
                 counts[ASKS] += 1
 
 
-def _best(mass: np.ndarray, row: np.ndarray, allowed: np.ndarray) -> np.ndarray:
+def best_blocks(mass: np.ndarray, row: np.ndarray, allowed: np.ndarray) -> np.ndarray:
     """bool [M]: the row's forced blocks, then the heaviest, up to its budget; the earlier of equals."""
     at = np.arange(len(mass))
     visible = (at >= row[FIRST]) & (at < row[BLOCKS]) & allowed

@@ -179,7 +179,11 @@ class HostTier:
         return [slab[layer][:, :, heads or slice(None)] for slab in self._slabs[axis]]
 
     def in_place(self, layer: int, heads: slice | None = None) -> tuple[Tensor, Tensor] | None:
-        """Keys and values of a layer [N, B, Hg, D], to be read where they are; None if they are encoded."""
+        """Keys and values of a layer [N, B, Hg, D], to be read where they are; None if they are encoded.
+
+        Raises HostTierError when the tier is closed, or its file is no longer what it was.
+        """
+        self._ids(torch.empty(0, dtype=torch.int64))
         parts = [self._parts(axis, layer, heads) for axis in (KEYS, VALUES)]
         return (parts[0][0], parts[1][0]) if all(len(p) == 1 for p in parts) else None
 

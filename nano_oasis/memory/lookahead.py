@@ -53,17 +53,21 @@ class Lookahead:
             return None
         out = np.empty_like(mass)
         for last in np.flatnonzero(rows.last):
-            first = last - rows.drafts[last]
-            seat = rows.seats[last]
-            if first == last or not (self.enabled and seat.looks_ahead):
-                out[last] = mass[first]
-            else:
-                np.matmul(weights(seat.draft_chance, last - first), mass[first + 1 : last + 1], out=out[last])
+            first, seat = last - rows.drafts[last], rows.seats[last]
+            use = self.enabled and seat.looks_ahead and last > first
+            out[last] = self._weighted(seat, mass[first + 1 : last + 1]) if use else mass[first]
         return out
 
-    def measure(self, plane: int, rows: Rows, x: Layout, own: np.ndarray, ahead: np.ndarray | None) -> None:
-        """own bool [n, M]: what the rows' own queries want; x.wanted: in last rows, what `ahead` wants."""
-        if plane % EVERY or ahead is None:
+    @staticmethod
+    def _weighted(seat: Seat, mass: np.ndarray) -> np.ndarray:
+        """mass [k, M] of the drafts -> [M]."""
+        total: np.ndarray = weights(seat.draft_chance, len(mass)) @ mass
+        return total
+
+    def measure(self, plane: int, rows: Rows, x: Layout, own: np.ndarray, mass: np.ndarray) -> None:
+        """own bool [n, M]: what the rows' own queries want; mass fp32 [n, M]. Both predictors are judged,
+        whichever is used."""
+        if plane % EVERY or not rows.drafts.any() or not mass.any():
             return
         for last in np.flatnonzero(rows.last):
             seat, first = rows.seats[last], last - rows.drafts[last]
@@ -74,9 +78,10 @@ class Lookahead:
                 for name, named in before.items():
                     both = named[row[select.SINK] :][: len(wanted)] & wanted[: len(named) - row[select.SINK]]
                     self._learn(seat, name, float(both.sum() / wanted.sum()))
-            seat.foretold[plane] = {"previous": own[first].copy()}
             if last > first:
-                seat.foretold[plane]["lookahead"] = x.wanted[last].copy()
+                ahead = self._weighted(seat, mass[first + 1 : last + 1])
+                named = select.best_blocks(ahead, x.rows[last], np.ones(len(ahead), bool))
+                seat.foretold[plane] = {"previous": own[first].copy(), "lookahead": named}
 
     def _learn(self, seat: Seat, name: str, share: float) -> None:
         total = self.agreement[name]

@@ -53,7 +53,8 @@ class OasisKV:
     coordinator: PrefetchCoordinator
     stage: Stage
     max_model_len: int
-    step: int = field(init=False, default=0)
+    step: int = field(init=False, default=0)  # of every pass, drafts' too
+    passes: int = field(init=False, default=0)  # whose results count
     cap: int = field(init=False, default=1)
     failures: dict[int, str] = field(init=False, default_factory=dict)  # this step's, by request id
     stats: OasisStats = field(init=False, default_factory=OasisStats)
@@ -156,6 +157,7 @@ class OasisKV:
     def begin(self, rows: Sequence[ScheduledRow]) -> OasisView:
         """Publish what has arrived, give this step's tokens their slots, hand out the view."""
         self._pace(len(rows))
+        self.passes += 1
         return self._open(rows, drafting=False)
 
     def peek(self, rows: Sequence[ScheduledRow]) -> OasisView:
@@ -273,7 +275,9 @@ class OasisKV:
         view.close()
         parts = []
         for row in rows:
-            seat = self.seats[row.request.id]
+            seat, request = self.seats[row.request.id], row.request
+            if row.is_decode and not (seat.dense or seat.lossless) and request.num_exact is None:
+                request.num_exact = row.start
             full = (row.start + row.num_tokens) // self.block_size
             parts += [(seat, p) for p in range(seat.sealed, full)]
             seat.sealed = max(seat.sealed, full)

@@ -76,8 +76,10 @@ class Rows:
             table = np.zeros((len(blocks), 8), np.int32)
             for i, (place, count) in enumerate(zip(self.places, blocks, strict=True)):
                 first = 0 if window is None else max(place.context - window, 0) // size
-                sink, recent = min(options.sink_blocks, count), max(count - options.recent_blocks, 0)
-                budget = min(place.seat.budget, count)
+                # What is not sealed is nowhere else: always read, never a victim.
+                sink = min(options.sink_blocks, count)
+                recent = min(max(count - options.recent_blocks, 0), place.seat.sealed)
+                budget = min(max(place.seat.budget, sink + count - recent), count)
                 if window is not None:
                     sink, recent, budget = 0, first, count - first
                 elif layer < options.dense_layers:
@@ -96,7 +98,8 @@ class Rows:
             return select.SKIP  # a guess waits for nothing
         if self.waits:
             return select.WAIT
+        policy = _POLICIES[seat.request.params.miss_policy or options.miss_policy]
         if seat.cold or options.predictor == "current":
-            # The cap has room for what one query wants; drafts wait for what is heavy.
-            return select.REPAIR if place.draft else select.WAIT
-        return _POLICIES[seat.request.params.miss_policy or options.miss_policy]
+            policy = select.WAIT
+        # The cap has room for all that one query wants; the others wait for what is heavy.
+        return select.REPAIR if place.draft and policy == select.WAIT else policy

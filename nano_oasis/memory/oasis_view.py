@@ -191,7 +191,7 @@ class OasisView:
         kv.kernels.choose_read(
             *state, kv.step, most, self.size, ahead, x.wanted, x.read, table, tokens, x.asks, counts
         )
-        kv.lookahead.measure(plane, rows, x, own, ahead)
+        kv.lookahead.measure(plane, rows, x, own, mass)
         if counts[select.ASKS]:
             masses = mass if ahead is None else ahead
             kv.flights.start(
@@ -202,7 +202,8 @@ class OasisView:
             out = self._with_estimates(rows, plane, q, x, slots, lens, scale)
         else:
             out = self._decode(q, slots, lens, None, scale, window)
-        if window is None and options.audit_every and kv.step % options.audit_every == 0:
+        audited = options.audit_every and not self.drafting and kv.passes % options.audit_every == 0
+        if window is None and audited:
             self._audit(rows, plane, q, x.read, scale)
         return out
 
@@ -273,7 +274,7 @@ class OasisView:
     def _audit(self, rows: Rows, plane: int, q: Tensor, read: np.ndarray, scale: float) -> None:
         """True mass recall of a quarter of the layers, in turn; a request below --audit-recall gets more."""
         kv, (layer, group) = self.kv, divmod(plane, self.kv.groups)
-        if (kv.step // kv.options.audit_every + layer) % 4:
+        if (kv.passes // kv.options.audit_every + layer) % 4:
             return
         for i, seat in enumerate(rows.seats):
             blocks = torch.tensor(seat.request.block_table[: seat.sealed])

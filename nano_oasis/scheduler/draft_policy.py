@@ -6,8 +6,10 @@ A step of n decoding requests without drafts takes T0 seconds; with D draft toke
 token costs c = (T - T0) / D seconds, drafting included. The batch gives R tokens a second anyway. A draft
 token accepted with chance p brings p tokens for c seconds: it pays while p > c * R, its *price*. The draft
 compares each of its tokens with the price and proposes those that are likelier. T0, c and R are medians of
-the last steps of about the same n; steps that also compute prompts are left out. While drafts are used, a
-step now and then goes without, to know T0; while they are not, a step now and then has one, to know c.
+the last steps of about the same n; steps that also compute prompts are left out. And drafting as a whole must
+pay: over the last steps in which the draft was asked, what it brought in tokens is compared with what it took
+in time, steps without a proposal included. What does not pay is off for a while, then tried for a few steps.
+While drafts are used, a step now and then goes without, to know T0.
 """
 
 from __future__ import annotations
@@ -22,8 +24,10 @@ from nano_oasis.request import Request
 
 FIRST = 3  # steps of a kind before anything is concluded from them
 SEEN = 5  # steps of a kind that count
-CHECK = 48  # steps after which the other kind of step is tried
-LATER = 4 * CHECK  # and where drafts cost more than any could bring
+CHECK = 48  # steps with drafts after which one goes without
+OFF = 4 * CHECK  # steps without drafts after they did not pay
+JUDGED = 16  # steps over which drafting as a whole must pay,
+NOISE = 0.03  # up to this share of their time
 
 
 class FixedDrafts:
@@ -37,7 +41,7 @@ class FixedDrafts:
     def counts(self, requests: Sequence[Request]) -> list[int]:
         return [self.count] * len(requests)
 
-    def record(self, requests: int, drafts: int, tokens: int, seconds: float) -> None:
+    def record(self, requests: int, asked: bool, drafts: int, tokens: int, seconds: float) -> None:
         """Nothing to learn."""
 
 
@@ -48,13 +52,26 @@ class _Size:
     plain: deque[float] = field(default_factory=lambda: deque(maxlen=SEEN))
     cost: deque[float] = field(default_factory=lambda: deque(maxlen=SEEN))  # of a draft token
     rate: deque[float] = field(default_factory=lambda: deque(maxlen=SEEN))
+    plain_rate: deque[float] = field(default_factory=lambda: deque(maxlen=SEEN))
+    asked: deque[tuple[float, float]] = field(default_factory=lambda: deque(maxlen=JUDGED))  # gained, lost
     since_plain: int = 0
-    since_drafts: int = 0
-    looks: int = 0  # steps left that have a draft token although it would not pay
+    off: int = 0  # steps left without drafts
+    doubtful: bool = False  # it was off: one token at a time until there are new figures
 
     @property
     def price(self) -> float:
         return max(median(self.cost), 0.0) * median(self.rate) if len(self.cost) >= FIRST else 0.0
+
+    @property
+    def pays(self) -> bool:
+        """Tokens gained against the tokens that the time taken would have given."""
+        if self.price >= 1:
+            return False
+        if len(self.asked) < JUDGED:
+            return True
+        gained, lost = (sum(x) for x in zip(*self.asked, strict=True))
+        allowed = NOISE * JUDGED * median(self.plain)
+        return gained >= (lost - allowed) * median(self.plain_rate)
 
 
 class PricedDrafts:
@@ -67,32 +84,34 @@ class PricedDrafts:
 
     def counts(self, requests: Sequence[Request]) -> list[int]:
         size = self._size(len(requests))
+        if size.off:
+            size.off -= 1
+        elif not size.pays:
+            size.off, size.doubtful = OFF, True
+            size.cost.clear()
+            size.asked.clear()
         self.price = size.price
-        if len(size.plain) < FIRST or (size.since_plain > CHECK and size.cost):
+        if size.off or len(size.plain) < FIRST or size.since_plain > CHECK:
             return [0] * len(requests)
-        if self.price < 1:
-            return [self.most] * len(requests)
-        # None could pay. Now and then one token for all, in a few steps, shows whether that is still so.
-        if size.since_drafts > LATER:
-            size.looks = FIRST
-        if not size.looks:
-            return [0] * len(requests)
-        size.looks -= 1
-        self.price = 0.0
-        return [1] * len(requests)
+        few = size.doubtful and len(size.cost) < FIRST
+        return [1 if few else self.most] * len(requests)
 
-    def record(self, requests: int, drafts: int, tokens: int, seconds: float) -> None:
-        """A step that only decoded: its requests, draft tokens verified, tokens kept, and duration."""
+    def record(self, requests: int, asked: bool, drafts: int, tokens: int, seconds: float) -> None:
+        """A step that only decoded: its requests, whether the draft was asked, draft tokens verified, tokens
+        kept, duration."""
         size = self._size(requests)
-        size.since_plain += 1
-        size.since_drafts += 1
-        if drafts == 0:
-            size.plain.append(seconds)
-            size.since_plain = 0
-        elif size.plain:
-            size.cost.append((seconds - median(size.plain)) / drafts)
-            size.since_drafts = 0
         size.rate.append(tokens / max(seconds, 1e-9))
+        if not asked:
+            size.plain.append(seconds)
+            size.plain_rate.append(size.rate[-1])
+            size.since_plain = 0
+            return
+        size.since_plain += 1
+        if size.plain:
+            extra = seconds - median(size.plain)
+            size.asked.append((tokens - requests, extra))
+            if drafts:
+                size.cost.append(extra / drafts)
 
     def _size(self, requests: int) -> _Size:
         return self._sizes.setdefault(requests.bit_length(), _Size())

@@ -37,7 +37,7 @@ class DraftPolicy(Protocol):
     def counts(self, requests: Sequence[Request]) -> list[int]:
         """For each decoding request of the batch, the most it may have."""
 
-    def record(self, requests: int, drafts: int, tokens: int, seconds: float) -> None: ...
+    def record(self, requests: int, asked: bool, drafts: int, tokens: int, seconds: float) -> None: ...
 
 
 class Scheduler:
@@ -135,7 +135,7 @@ class Scheduler:
             # The step may yield one token more than it has drafts; none of them past the limit.
             count = min(count, budget - taken, request.max_len - request.num_tokens - 1)
             missing = self.blocks.blocks_for(request.num_tokens + max(count, 0)) - len(request.block_table)
-            if count <= 0 or (missing > 0 and missing + spare > self.blocks.num_free):
+            if count <= 0 or (missing > 0 and (self._num_waiting or missing + spare > self.blocks.num_free)):
                 continue
             if missing > 0:
                 request.block_table += self.blocks.allocate(missing)
@@ -213,8 +213,10 @@ class Scheduler:
 
     def _computed(self, request: Request, count: int) -> None:
         request.num_computed = count
-        if request.num_computed // self.blocks.block_size > request.num_hashed:
-            tokens = request.tokens(0, request.num_computed)
+        # What sparse attention has touched is this request's own: others may have been promised exactness.
+        exact = count if request.num_exact is None else min(count, request.num_exact)
+        if exact // self.blocks.block_size > request.num_hashed:
+            tokens = request.tokens(0, exact)
             request.num_hashed = self.blocks.publish(
                 tokens, request.block_table, request.num_hashed, request.salt
             )
@@ -239,6 +241,7 @@ class Scheduler:
         self.blocks.release(request.block_table)
         request.block_table = []
         request.num_computed = request.num_hashed = 0
+        request.num_exact = None
 
     def take_hit_counts(self) -> tuple[int, int]:
         """(prompt tokens looked up, of these found cached) since the last call."""

@@ -31,11 +31,10 @@ class AutoDraft:
         found: list[list[int]] = []
         self._copied.clear()
         for row in rows:
-            drafts, chance = self.ngram.likely(row)
-            if drafts and chance >= self._chance.setdefault(row.request.id, Chance(0.5)).value:
+            rival = self._chance.setdefault(row.request.id, Chance(0.5)).value
+            drafts, _ = self.ngram.likely(row, rival)
+            if drafts:
                 self._copied.add(row.request.id)
-            else:
-                drafts = []
             found.append(drafts)
         rest = [i for i, row in enumerate(rows) if row.request.id not in self._copied]
         for i, drafts in zip(

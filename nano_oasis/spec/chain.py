@@ -8,7 +8,6 @@ a step.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -20,24 +19,36 @@ from nano_oasis.request import ScheduledRow
 Step = Callable[[list[int], Tensor, int], tuple[Tensor, Tensor]]
 
 
-@dataclass
+TRY_AGAIN = 16  # calls that propose nothing before one does
+
+
+BINS = 8
+
+
 class Calibration:
-    """A draft's confidence against how often it was right: small models are too sure, or not sure enough."""
+    """How often drafts of a confidence were right. Confidence is not chance: small models are too sure, and a
+    draft that thinks as the target does is right however unsure both are."""
 
-    right: float = 1.0
-    expected: float = 1.0
-    memory: float = 0.98
+    memory = 0.98
 
-    @property
-    def factor(self) -> float:
-        return self.right / self.expected
+    def __init__(self) -> None:
+        self.seen = [2.0] * BINS  # of each range of confidence; begins as if it were the chance
+        self.right = [2.0 * (i + 0.5) / BINS for i in range(BINS)]
+
+    def chance(self, confidence: float) -> float:
+        i = self._bin(confidence)
+        return self.right[i] / self.seen[i]
 
     def learn(self, confidence: Sequence[float], right: int) -> None:
-        """Of drafts of this confidence the first `right` were right; those after the first wrong one are
-        unknown.
-        """
-        self.right = self.memory * self.right + right
-        self.expected = self.memory * self.expected + sum(confidence[: right + 1])
+        """Of drafts of this confidence the first `right` were right; those after the first wrong are unknown."""
+        for j, sure in enumerate(confidence[: right + 1]):
+            i = self._bin(sure)
+            self.seen[i] = self.memory * self.seen[i] + 1
+            self.right[i] = self.memory * self.right[i] + (j < right)
+
+    @staticmethod
+    def _bin(confidence: float) -> int:
+        return min(max(int(confidence * BINS), 0), BINS - 1)
 
 
 class Chains:
@@ -46,6 +57,7 @@ class Chains:
     def __init__(self) -> None:
         self.calibration = Calibration()
         self._confidence: dict[int, list[float]] = {}  # of the last drafts, by request
+        self._silent = 0  # calls in a row that proposed nothing
 
     def draft(self, rows: Sequence[ScheduledRow], step: Step) -> list[list[int]]:
         found: list[list[int]] = [[] for _ in rows]
@@ -53,21 +65,25 @@ class Chains:
         chance = [1.0] * len(rows)
         going = [i for i, row in enumerate(rows) if row.max_drafts > 0]
         tokens = torch.tensor([row.request.tokens(row.start, row.start + 1)[0] for row in rows])
-        factor, done = self.calibration.factor, 0
+        done = 0
+        again = (
+            self._silent >= TRY_AGAIN
+        )  # one token whatever it costs, or what was learned is never unlearned
         while going:
             best, confidence = step(going, tokens[going], done)
             done += 1
             tokens[going] = best
             on = []
             for i, token, p in zip(going, best.tolist(), confidence.tolist(), strict=True):
-                chance[i] *= min(p * factor, 1.0)
-                if chance[i] < rows[i].price:
+                chance[i] *= self.calibration.chance(p)
+                if chance[i] < rows[i].price and not (again and done == 1):
                     continue
                 found[i].append(token)
                 sure[i].append(p)
                 if done < rows[i].max_drafts:
                     on.append(i)
             going = on
+        self._silent = 0 if any(found) else self._silent + 1
         self._confidence = {row.request.id: s for row, s in zip(rows, sure, strict=True)}
         return found
 

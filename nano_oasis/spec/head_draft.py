@@ -40,8 +40,8 @@ class HeadDraft:
 
     def observe(self, rows: Sequence[ScheduledRow], right: Sequence[int], hidden: Tensor) -> None:
         self._chains.observe(rows, right)
-        for row, state in zip(rows, hidden.float(), strict=True):
-            self._states[row.request.id] = state
+        for row, state in zip(rows, hidden, strict=True):
+            self._states[row.request.id] = state.float().clone()  # not a view that keeps the others' alive
 
     def forget(self, request_id: int) -> None:
         self._states.pop(request_id, None)

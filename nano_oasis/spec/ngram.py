@@ -44,22 +44,22 @@ class NGramDraft:
     def propose(self, rows: Sequence[ScheduledRow], kv: Any = None) -> list[list[int]]:
         return [self.likely(row)[0] for row in rows]
 
-    def likely(self, row: ScheduledRow) -> tuple[list[int], float]:
+    def likely(self, row: ScheduledRow, rival: float = 0.0) -> tuple[list[int], float]:
         """As many tokens as are likely enough to pay, and the chance that the first of them is right.
 
-        Where none is likely enough, one now and then, to see if that lasts.
+        None where a rival is likelier (its chance of a right token). But now and then one token all the same,
+        to see whether it is still so.
         """
         index = self._of.setdefault(row.request.id, _Index())
         found = self._look_up(index, row.request, row.max_drafts)
         if not found:
             return [], 0.0
-        count = index.chance.worth(len(found), row.price)
-        if not count:
-            index.declined += 1
-            count = int(index.declined > TRY_AGAIN)
-        if count:
-            index.declined = 0
-        return found[:count], index.chance.value
+        chance = index.chance.value
+        count = index.chance.worth(len(found), row.price) if chance >= rival else 0
+        index.declined = 0 if count else index.declined + 1
+        if index.declined > TRY_AGAIN:
+            index.declined, count = 0, 1
+        return found[:count], chance
 
     def _look_up(self, index: _Index, request: Request, count: int) -> list[int]:
         """Up to `count` tokens: what followed the latest earlier occurrence of the longest tail."""

@@ -58,7 +58,7 @@ def parse_layers(text: str, num_layers: int) -> list[int]:
         first, dash, last = part.strip().partition("-")
         if not first.isdecimal() or (dash and not last.isdecimal()):
             raise ValueError(f"{part.strip()!r} is neither a layer nor a range of them such as '0-5'")
-        found += range(int(first), int(last if dash else first) + 1)
+        found += range(int(first), min(int(last if dash else first), num_layers) + 1)
     if not found or found != sorted(set(found)) or found[-1] >= num_layers:
         raise ValueError(f"layers must rise from 0 to at most {num_layers - 1}, without repetition")
     return found
