@@ -5,6 +5,8 @@ Owns: test hooks for speculation. Must not know: how drafts are verified.
 
 import random
 
+from nano_oasis.request import ScheduledRow
+
 
 class FakeDraft:
     """Counts what it is asked and told."""
@@ -58,3 +60,8 @@ class RandomDraft(FakeDraft):
 class BrokenDraft(FakeDraft):
     def propose(self, rows, kv):
         raise RuntimeError("injected draft failure")
+
+
+def row_of(request, count, price=0.0):
+    """The row of a request's newest token, which may have so many drafts."""
+    return ScheduledRow(request, request.num_tokens - 1, 1, True, max_drafts=count, price=price)

@@ -12,7 +12,7 @@ from test_engine import random_params
 
 from nano_oasis.request import Request, SampledToken, SamplingParams, ScheduledRow
 from nano_oasis.sampler import Sampler, probabilities
-from nano_oasis.scheduler.draft_policy import CHECK, FIRST, FixedDrafts, PricedDrafts
+from nano_oasis.scheduler.draft_policy import FixedDrafts
 from nano_oasis.spec.draft import accepted
 from nano_oasis.spec.ngram import NGramDraft
 
@@ -280,53 +280,33 @@ def test_tokens_are_drawn_from_the_target_whatever_is_drafted(settings, draft):
     assert chi2 < degrees + 4 * math.sqrt(2 * degrees), (chi2, degrees)  # four standard deviations
 
 
-# --- does it pay -----------------------------------------------------------------------------------
-def steps(policy, cost, plain, count, chance=1.0, requests=1, idle=0.0):
-    """Simulates so many steps; returns the draft counts used."""
-    used = []
-    fake = [request_of([1, 2])] * requests
-    for _ in range(count):
-        k = policy.counts(fake)[0]
-        asked = k > 0
-        k = next((j for j in range(k) if chance ** (j + 1) < policy.price), k)  # as a draft would
-        right = sum(chance ** (j + 1) for j in range(k))
-        policy.record(
-            requests, asked, k * requests, requests * (1 + right), plain + cost * k * requests + idle
-        )
-        used.append(k)
-    return used
+# --- what a review found ---------------------------------------------------------------------------
+@pytest.mark.parametrize("what", ["observe", "forget", "count"])
+def test_whatever_fails_in_a_draft_costs_only_drafts(what):
+    draft = RandomDraft(VOCAB)
+
+    def fail(*args):
+        raise RuntimeError("injected draft failure")
+
+    if what == "count":
+        draft.propose = lambda rows, kv: [[]] * (len(rows) + 1)
+    else:
+        setattr(draft, what, fail)
+    engine = make_engine(draft=draft, policy=FixedDrafts(3))
+    callers = [Caller(engine, [4, i], GREEDY) for i in range(3)]
+    turn(engine)
+    engine.abort(callers[2].submission)
+    run(engine, *callers[:2])
+    for i in range(2):
+        same(callers[i].outputs, solo([4, i], GREEDY))
+    assert engine.num_live == 0
 
 
-def test_cheap_drafts_are_used_and_dear_ones_are_not():
-    cheap = steps(PricedDrafts(6), cost=0.01, plain=1.0, count=400, chance=0.7)
-    assert cheap[:FIRST] == [0] * FIRST and sum(k == 6 for k in cheap) > 350
-    assert cheap.count(0) >= 400 // (CHECK + 2)  # a plain step now and then
-    dear = steps(PricedDrafts(6), cost=2.0, plain=1.0, count=2000, chance=0.9)
-    assert sum(dear) < 60 and max(dear[50:]) == 1  # a look now and then
-
-
-def test_a_draft_that_takes_time_and_proposes_nothing_is_not_asked_for_long():
-    policy = PricedDrafts(6)
-    asked = 0
-    for _ in range(1000):
-        k = policy.counts([request_of([1, 2])])[0]
-        asked += k > 0
-        policy.record(1, k > 0, 0, 1, 1.0 + 0.3 * (k > 0))
-    assert 0 < asked < 150
-    # And it is used again when it is right again.
-    again = steps(policy, cost=0.01, plain=1.0, count=600, chance=0.8)
-    assert sum(again[-100:]) > 500
-
-
-def test_a_draft_token_is_proposed_while_it_is_likelier_than_its_price():
-    used = steps(PricedDrafts(6), cost=0.25, plain=1.0, count=200, chance=0.6)
-    # With two: 0.25 * (1 + .6 + .36) / 1.5 = 0.33 < 0.36, the second's chance; the third's is 0.216.
-    assert sorted(used[20:])[len(used[20:]) // 2] == 2
-
-
-def test_the_price_is_of_the_batch_size():
-    policy = PricedDrafts(6)
-    steps(policy, cost=2.0, plain=1.0, count=100, requests=8)
-    assert policy.counts([request_of([1])] * 8) == [0] * 8
-    steps(policy, cost=0.01, plain=1.0, count=20, requests=1)
-    assert policy.counts([request_of([1])]) == [6]
+def test_a_waiting_request_gets_its_blocks_before_drafts_do():
+    engine = make_engine(num_blocks=24, block_size=1, draft=RandomDraft(VOCAB, 3), policy=FixedDrafts(5))
+    first = Caller(engine, [1, 2], SamplingParams(max_tokens=18, temperature=0, ignore_eos=True))
+    for _ in range(2):
+        turn(engine)
+    late = Caller(engine, list(range(9)), SamplingParams(max_tokens=1, temperature=0))
+    run(engine, late, limit=4)
+    run(engine, first)

@@ -1,11 +1,10 @@
 """Every draft on tiny real models: same tokens as without, in the dense, oasis and lossless modes."""
 
-import json
 import random
 
 import pytest
 import torch
-from draft_fakes import KnownDraft, RandomDraft
+from draft_fakes import KnownDraft, RandomDraft, row_of
 from fakes import Caller, run, turn
 from make_checkpoints import make_hf
 from make_tokenizers import write_bpe_folder
@@ -23,19 +22,16 @@ from oasis_engines import (
 )
 
 from nano_oasis import LLM
-from nano_oasis.config import ConfigError, EngineConfig
+from nano_oasis.config import ConfigError
 from nano_oasis.kernels.dispatch import select_kernels
 from nano_oasis.memory.dense_kv import DenseKV
 from nano_oasis.memory.kv_cache import KVCache
 from nano_oasis.memory.lookahead import weights
-from nano_oasis.request import Request, RequestError, SamplingParams, ScheduledRow
+from nano_oasis.request import Request, SamplingParams
 from nano_oasis.spec.auto import AutoDraft
-from nano_oasis.spec.calibrate import calibrate, read_layers, save_layers
-from nano_oasis.spec.chain import Calibration, Chains
-from nano_oasis.spec.draft import Chance
 from nano_oasis.spec.model_draft import ModelDraft
 from nano_oasis.spec.ngram import NGramDraft
-from nano_oasis.spec.self_draft import SelfDraft, format_layers, parse_layers
+from nano_oasis.spec.self_draft import SelfDraft
 
 
 @pytest.fixture(scope="module")
@@ -203,103 +199,60 @@ def test_lookahead_weighs_each_draft_by_where_the_next_step_may_begin():
     assert weights(0.9, 4).sum() == pytest.approx(1) and weights(0.9, 4)[-1] > 0.7
 
 
-# --- parts -----------------------------------------------------------------------------------------
-def row_of(request, count, price=0.0):
-    return ScheduledRow(request, request.num_tokens - 1, 1, True, max_drafts=count, price=price)
-
-
-def test_chains_stop_where_a_token_is_not_likely_enough():
-    request = Request([1, 2, 3], GREEDY, 100, 0, output_ids=[4])
-    sure = [0.9, 0.8, 0.5, 0.9]
-
-    def step(going, tokens, done):
-        return tokens + 1, torch.tensor([sure[done]] * len(going))
-
-    chains = Chains()
-    assert chains.draft([row_of(request, 4)], step) == [[5, 6, 7, 8]]
-    assert chains.draft([row_of(request, 4, price=0.5)], step) == [[5, 6]]  # 0.94 * 0.81 * 0.56 is less
-    assert chains.draft([row_of(request, 4, price=0.95)], step) == [[]]
-    assert chains.draft([row_of(request, 2)], step) == [[5, 6]]
-
-
-def test_calibration_learns_the_chance_of_each_confidence():
-    calibration = Calibration()
-    assert calibration.chance(0.9) > 0.8 > 0.3 > calibration.chance(0.1)
-    for _ in range(300):
-        calibration.learn([0.9, 0.9], 0)  # the second is unknown
-        calibration.learn([0.3, 0.35, 0.32], 3)
-    assert calibration.chance(0.9) < 0.05 and calibration.chance(0.33) > 0.95
-    assert calibration.chance(0.6) == pytest.approx(9 / 16)
-    chance = Chance()
-    for _ in range(50):
-        chance.learn(1, 3)  # one right, one wrong, one unknown
-    assert chance.value == pytest.approx(0.5, abs=1e-3) and chance.worth(4, 0.3) == 1
-
-
-def test_layers_are_parsed_calibrated_and_kept(folders, tmp_path):
-    assert parse_layers("0-2,5, 7-7", 8) == [0, 1, 2, 5, 7] and format_layers([0, 1, 2, 5, 7]) == "0-2,5,7"
-    for bad in ("", "3-1", "2,2", "0-8", "x", "1--2", "5,3"):
-        with pytest.raises(ValueError, match="layer"):
-            parse_layers(bad, 8)
+# --- what a review found ---------------------------------------------------------------------------
+def test_blocks_that_sparse_attention_has_touched_are_nobody_elses(folders):
+    """A lossless request that continues an approximate one's text computes it again."""
     model = model_of(folders["llama"])
-    found = calibrate(model, model.config.vocab_size)
-    assert 0 < len(found.layers) < model.config.num_layers and 0 <= found.right <= 1
-    path = tmp_path / "layers.json"
-    save_layers(path, found, model)
-    assert read_layers(path, model) == found.layers
-    path.write_text(json.dumps(json.loads(path.read_text()) | {"weight_bytes": 1}))
-    with pytest.raises(ConfigError, match="another model"):
-        read_layers(path, model)
-    path.write_text("nothing")
-    with pytest.raises(ConfigError, match="not a file of calibration"):
-        read_layers(path, model)
+    engine = oasis_engine(model, model.config.num_layers * 50, kv_budget=48, selector="mean")
+    prompts = prompts_of([200, 190, 150])
+    long = SamplingParams(temperature=0, max_tokens=30, ignore_eos=True)
+    callers = [Caller(engine, p, long) for p in prompts]
+    run(engine, *callers)
+    follow = prompts[0] + list(callers[0].outputs[0].token_ids) + [7, 8, 9]
+    exact = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True, kv_mode="lossless")
+    after = Caller(engine, follow, exact)
+    run(engine, after)
+    assert after.builder.result.num_cached_tokens >= 190  # the prompt's own blocks are shared
+    plain = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
+    assert after.outputs[0].token_ids == outputs(dense_engine(model), [follow], plain)[0]
 
 
-def test_the_draft_model_catches_up_with_long_prompts_in_pieces(folders, monkeypatch):
-    monkeypatch.setattr("nano_oasis.spec.model_draft.CATCH_UP", 16)
+@pytest.mark.parametrize("mode", ["lossless", "oasis"])
+def test_drafts_never_take_the_slot_of_a_block_that_is_not_sealed(folders, mode):
     model = model_of(folders["llama"])
-    draft = model_draft(model)
-    request = Request(prompts_of([50])[0], GREEDY, LIMIT, 0, output_ids=[7])
-    found = [draft.propose([row_of(request, 3)])[0] for _ in range(5)]
-    assert [len(f) for f in found] == [0, 0, 0, 3, 3]
-    request.output_ids = [7, found[3][0], (found[3][1] + 1) % 60]  # the second draft was wrong
-    draft.propose([row_of(request, 3)])
-    fresh = model_draft(model)
-    monkeypatch.setattr("nano_oasis.spec.model_draft.CATCH_UP", 512)
-    assert fresh.propose([row_of(request, 3)]) == draft.propose([row_of(request, 3)])
+    draft = SelfDraft(model, range(model.config.num_layers), model.config.vocab_size)
+    engine = oasis_engine(
+        model, model.config.num_layers * 50, kv_mode=mode, kv_budget=40, recent_blocks=1, draft=draft,
+        drafts=5, max_num_seqs=4,
+    )  # fmt: skip
+    prompts = prompts_of([200, 150, 120, 90])
+    got = outputs(engine, prompts, GREEDY)
+    assert all(len(tokens) == 20 for tokens in got)
+    if mode == "lossless":
+        assert got == outputs(dense_engine(model), prompts, GREEDY)
 
 
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"draft": "best"}, "draft: must be one of"),
-        ({"num_draft_tokens": 3}, "num_draft_tokens: needs a draft"),
-        ({"draft": "ngram", "num_draft_tokens": 17}, "between 1 and 16"),
-        ({"draft": "model"}, "draft_model"),
-        ({"draft": "ngram", "draft_head": "x"}, "draft_head: needs draft=head"),
-        ({"draft": "head", "draft_layers": "0-3"}, "draft_layers: needs draft=self"),
-        ({"kv_mode": "lossless", "host_kv_format": "int8"}, "lossless needs auto"),
-        ({"selector": "mean"}, "needs kv_mode=oasis or lossless"),
-    ],
-)
-def test_options_that_do_not_fit_are_refused(options, message):
-    with pytest.raises(ConfigError, match=message):
-        EngineConfig(**options)
-
-
-def test_drafts_of_another_vocabulary_and_layers_that_are_not_there_are_refused(folders, tmp_path):
+def test_a_draft_that_cannot_be_made_leaves_nothing_behind(folders, tmp_path):
     write_bpe_folder(folders["llama"])
-    write_bpe_folder(folders["gemma3"])
-    small = {"max_model_len": 64, "num_device_blocks": 16}
-    with pytest.raises(ConfigError, match="layers must rise"):
-        LLM(str(folders["llama"]), draft="self", draft_layers="0-99", **small)
-    with pytest.raises(ConfigError, match="no built-in head"):
-        LLM(str(folders["llama"]), draft="head", **small)
-    with LLM(str(folders["llama"]), draft="self", draft_layers=str(tmp_path / "found.json"), **small) as llm:
-        plain = llm.generate({"prompt_token_ids": [5, 6, 7]}, GREEDY)
-    assert (tmp_path / "found.json").exists()
-    with LLM(str(folders["llama"]), draft="model", draft_model=str(folders["llama"]), **small) as llm:
-        again = llm.generate({"prompt_token_ids": [5, 6, 7]}, GREEDY)
-        assert again[0].outputs[0].token_ids == plain[0].outputs[0].token_ids
-        with pytest.raises(RequestError, match="kv_mode=lossless needs an engine"):
-            llm.generate("a", SamplingParams(kv_mode="lossless"))
+    options = {
+        "max_model_len": 64, "num_device_blocks": 64, "max_num_batched_tokens": 32, "max_num_seqs": 4,
+        "kv_mode": "oasis", "host_kv_memory": "8MiB", "host_kv_path": str(tmp_path / "kv"),
+    }  # fmt: skip
+    with pytest.raises(ConfigError, match="draft_layers"):
+        LLM(str(folders["llama"]), draft="self", draft_layers="0-99", **options)
+    with LLM(str(folders["llama"]), **options) as llm:  # the file is not in use
+        assert llm.generate({"prompt_token_ids": [5, 6]}, GREEDY)[0].outputs[0].token_ids
+
+
+def test_auto_gives_the_ngrams_another_chance(folders):
+    model = model_of(folders["llama"])
+    auto = AutoDraft(SelfDraft(model, [0], model.config.vocab_size))
+    request = Request([1, 2, 3, 4, 5, 6, 1, 2], GREEDY, 10_000, 0, output_ids=[3])
+    for _ in range(30):  # wrong for long
+        auto.ngram.propose([row_of(request, 3)])
+        auto.ngram.observe([row_of(request, 3).with_drafts((4, 5))], [0], torch.zeros(1, 1))
+    tried = [auto.ngram.likely(row_of(request, 3), rival=0.5)[0] for _ in range(40)]
+    assert tried[0] == [] and [4] in tried
+    for _ in range(30):
+        auto.ngram.observe([row_of(request, 3).with_drafts((4, 5))], [2], torch.zeros(1, 1))
+    assert auto.ngram.likely(row_of(request, 3), rival=0.5)[0] == [4, 5, 6]

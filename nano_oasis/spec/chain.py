@@ -40,7 +40,7 @@ class Calibration:
         return self.right[i] / self.seen[i]
 
     def learn(self, confidence: Sequence[float], right: int) -> None:
-        """Of drafts of this confidence the first `right` were right; those after the first wrong are unknown."""
+        """Of drafts of this confidence the first `right` were right; later ones are unknown."""
         for j, sure in enumerate(confidence[: right + 1]):
             i = self._bin(sure)
             self.seen[i] = self.memory * self.seen[i] + 1
