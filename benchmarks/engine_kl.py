@@ -82,7 +82,7 @@ class Bench:
     def options(self, **more: object) -> EngineConfig:
         a = self.args
         return EngineConfig(
-            kv_mode="oasis", draft="auto" if a.drafts else None, num_draft_tokens=a.drafts or None,
+            kv_mode="oasis", draft="auto" if a.drafts else "none", num_draft_tokens=a.drafts or None,
             block_size=a.block, kv_budget=a.budget, selector=a.selector, max_num_seqs=1,
             dense_layers=a.dense_layers, buffer_factor=a.buffer_factor, recent_blocks=a.recent_blocks, **more,
         )  # fmt: skip

@@ -79,7 +79,7 @@ def build_engine(
     )
     blocks = BlockManager(memory.num_blocks, config.block_size, config.enable_prefix_caching)
     policy: DraftPolicy | None = None
-    if config.draft_kind != "none":
+    if config.draft != "none":
         policy = FixedDrafts(config.num_draft_tokens) if config.num_draft_tokens else PricedDrafts()
     scheduler = Scheduler(blocks, config.max_num_seqs, config.max_num_batched_tokens, memory.gate, policy)
     runner = Runner(model, memory.store, Sampler(known_ids), device, draft)

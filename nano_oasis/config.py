@@ -180,10 +180,9 @@ class EngineConfig:
     audit_recall: float = _oasis(
         0.0, "a request audited below this recall has its budget raised", low=0, high=1
     )
-    draft: str | None = _opt(
-        None, "speculative decoding: who proposes tokens that the model verifies; default: none, with"
-        " kv_mode=lossless self", choices=DRAFTS,
-    )  # fmt: skip
+    draft: str = _opt(
+        "none", "speculative decoding: who proposes tokens that the model verifies", choices=DRAFTS
+    )
     num_draft_tokens: int | None = _opt(
         None, "draft tokens per request and step, always; default: as many as pay, 0 included", low=1, high=16
     )
@@ -219,13 +218,13 @@ class EngineConfig:
                 f"miss_policy: {self.miss_policy} means nothing with predictor=current: all is waited for"
             )
         for name, kind in (("draft_model", "model"), ("draft_head", "head"), ("draft_layers", "self")):
-            if getattr(self, name) is not None and self.draft_kind != kind:
-                raise ConfigError(f"{name}: needs draft={kind}, this engine has draft={self.draft_kind}")
+            if getattr(self, name) is not None and self.draft != kind:
+                raise ConfigError(f"{name}: needs draft={kind}, this engine has draft={self.draft}")
         if self.draft == "model" and self.draft_model is None:
             raise ConfigError("draft: model needs draft_model, the checkpoint that drafts")
-        if self.num_draft_tokens is not None and self.draft_kind == "none":
+        if self.num_draft_tokens is not None and self.draft == "none":
             raise ConfigError("num_draft_tokens: needs a draft, and draft is none")
-        if self.predictor == "lookahead" and self.draft_kind == "none":
+        if self.predictor == "lookahead" and self.draft == "none":
             raise ConfigError("predictor: lookahead needs a draft, and draft is none")
         if self.kv_mode == "lossless":  # verification reads everything; drafts wait for nothing
             for name in ("predictor", "miss_policy", "audit_every"):
@@ -235,14 +234,9 @@ class EngineConfig:
             raise ConfigError("audit_recall: needs audit_every, or nothing is ever audited")
 
     @property
-    def draft_kind(self) -> str:
-        """One of DRAFTS. The lossless mode drafts over the working set, with all of the model."""
-        return self.draft or ("self" if self.kv_mode == "lossless" else "none")
-
-    @property
     def most_drafts(self) -> int:
         """Draft tokens of one request in one step, at most."""
-        return 0 if self.draft_kind == "none" else self.num_draft_tokens or MOST_DRAFTS
+        return 0 if self.draft == "none" else self.num_draft_tokens or MOST_DRAFTS
 
     @staticmethod
     def _check(name: str, value: Any, hint: Any, meta: Any) -> None:

@@ -59,7 +59,7 @@ def oasis_engine(model, num_slots, host_blocks=400, link=None, draft=None, draft
     settings = {"max_num_seqs": 6, "max_num_batched_tokens": 32, "selector": "exact", **settings}
     settings = {
         "kv_mode": "oasis",
-        "draft": "ngram" if draft else None,
+        "draft": "ngram" if draft else "none",
         "num_draft_tokens": drafts,
     } | settings
     c, options = model.config, EngineConfig(block_size=B, **settings)

@@ -31,12 +31,12 @@ _MODEL_KV = 2**28  # bytes of the draft model's own KV, at most
 
 
 def make_draft(config: EngineConfig, model: Model, num_tokens: int, max_len: int) -> Draft | None:
-    """The draft that config.draft_kind names; None for none. num_tokens: ids the tokenizer knows.
+    """The draft that config.draft names; None for none. num_tokens: ids the tokenizer knows.
 
     Raises ConfigError where it cannot be made for this model, weights.CheckpointError for a draft model's
     files.
     """
-    kind = config.draft_kind
+    kind = config.draft
     if kind == "ngram":
         return NGramDraft()
     if kind == "self":
