@@ -162,7 +162,7 @@ class EngineConfig:
         choices=("previous", "lookahead", "current"),
     )  # fmt: skip
     miss_policy: str = _oasis(
-        "repair",
+        "wait",
         "a wanted block that is late: wait for it, or for the heavy ones, take its mean, or skip it",
         choices=MISS_POLICIES,
     )  # fmt: skip
