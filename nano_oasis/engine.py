@@ -81,6 +81,7 @@ class Engine:
         self._wake = threading.Condition()
         self._events: list[tuple[Sink, TokenEvent]] = []
         self._state = "ok"  # ok -> draining -> stopped, or dead
+        self._drawn = 0  # tokens given out in this step
         self._progress = time.monotonic()
         self._thread = threading.Thread(target=self._loop, name="nano-oasis-step", daemon=True)
 
@@ -195,8 +196,7 @@ class Engine:
                 self._finish(row.request, "error", f"request failed: {error!r}")
         self._flush()
         self._progress = time.monotonic()
-        drawn = sum(len(r.tokens) for r in results if isinstance(r, Drawn))
-        self._count(plan.rows, drawn, len(plan.preempted), self._progress - began)
+        self._count(plan.rows, len(plan.preempted), self._progress - began)
 
     def _execute(self, rows: list[ScheduledRow]) -> list[Drawn | Exception | None]:
         """Run a batch. If it fails, run its rows one by one, so that only the guilty ones fail."""
@@ -245,6 +245,7 @@ class Engine:
     def _advance(self, request: Request, drawn: SampledToken) -> None:
         """A new token: its text, its event, and whether it is the last."""
         now = time.monotonic()
+        self._drawn += 1
         if request.first_token_time is None:
             request.first_token_time = now
             self.metrics.first_token(now - request.arrival)
@@ -319,8 +320,9 @@ class Engine:
         self.metrics.step(0, 0, 0, self.info.num_blocks, 0, 0, 0.0)
         self._on_stop()
 
-    def _count(self, rows: list[ScheduledRow], drawn: int, preempted: int, seconds: float) -> None:
+    def _count(self, rows: list[ScheduledRow], preempted: int, seconds: float) -> None:
         prompt = sum(min(r.num_tokens, max(len(r.request.prompt_ids) - r.start, 0)) for r in rows)
+        drawn, self._drawn = self._drawn, 0
         self._gauges(prompt, drawn, seconds)
         self.metrics.preempted(preempted)
         self.metrics.prefix_cache(*self.scheduler.take_hit_counts())

@@ -212,12 +212,10 @@ def test_data_becomes_samples(tmp_path, tokenizer):
 
 # --- settings, and the small parts of the figures ----------------------------------------------------------
 def test_settings_are_the_product_and_refuse_by_name():
-    settings = make_settings([64, "1/8"], ["fourbit", "mean"], ["previous"], ["repair"], [16, 32], [1])
+    settings = make_settings([64, "1/8"], ["fourbit", "mean"], ["previous"], ["wait"], [16, 32], [1])
     assert len(settings) == 8 and settings[0] == Setting("64") and settings[0].tokens(4000) == 64
     assert Setting().tokens(4000) == 500 and str(Setting()) == "fourbit 1/8"
-    assert (
-        str(Setting("64", "mean", "current", "wait", 32, 2)) == "mean 64 current wait block 32 head groups 2"
-    )
+    assert str(Setting("64", "mean", "previous", "repair", 32, 2)) == "mean 64 repair block 32 head groups 2"
     for bad in ("0", "-1", "1.5", "9/8", "1/0", "x", ""):
         with pytest.raises(ConfigError, match="budget: "):
             parse_budget(bad)

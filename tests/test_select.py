@@ -120,7 +120,9 @@ def test_slots_are_kept_and_budgets_respected(seed: int, n: int, width: int, mos
     assert set(slots) == victims | (free - set(w.pool.free[: w.pool.count[0]].tolist()))
     for i, m, slot in given_now + given_later:
         assert w.slot_of[w.rows[i, select.SEAT], m] == FLYING and (w.wanted[i, m] or wanted[i, m])
-        assert slot != NO_SLOT or before[w.rows[i, select.SEAT], m] == FLYING
+        seat = w.rows[i, select.SEAT]
+        claimed = any(s != NO_SLOT and (w.rows[j, select.SEAT], p) == (seat, m) for j, p, s in given_now)
+        assert slot != NO_SLOT or before[seat, m] == FLYING or claimed  # by an earlier row of the seat
     for i, row in enumerate(w.rows):
         held = w.slot_of[row[select.SEAT]]
         picked = w.table[i][w.table[i] != -9]
