@@ -29,6 +29,8 @@ from nano_oasis.memory.kv_cache import KVCache
 from nano_oasis.memory.lookahead import weights
 from nano_oasis.request import Request, SamplingParams
 from nano_oasis.spec.auto import AutoDraft
+from nano_oasis.spec.head import DraftHead, HeadConfig
+from nano_oasis.spec.head_draft import HeadDraft
 from nano_oasis.spec.model_draft import ModelDraft
 from nano_oasis.spec.ngram import NGramDraft
 from nano_oasis.spec.self_draft import SelfDraft
@@ -56,6 +58,13 @@ def model_draft(model, blocks=120):
     return ModelDraft(model, DenseKV(cache, select_kernels("cpu")), LIMIT, model.config.vocab_size)
 
 
+def untrained_head(model):
+    config = HeadConfig(model.config.hidden_size, 16, 1, 32)
+    draw = torch.Generator().manual_seed(0)
+    weights = {n: torch.randn(shape, generator=draw) * 0.1 for n, shape in config.shapes().items()}
+    return DraftHead(config, weights, torch.arange(32), model)
+
+
 def make_draft(name, model):
     size, layers = model.config.vocab_size, range(model.config.num_layers)
     return {
@@ -66,6 +75,8 @@ def make_draft(name, model):
         "small": lambda: model_draft(model, 26),  # its own KV does not hold all requests
         "random": lambda: RandomDraft(size),
         "auto": lambda: AutoDraft(SelfDraft(model, [0], size)),
+        "head": lambda: HeadDraft(untrained_head(model)),
+        "auto head": lambda: AutoDraft(HeadDraft(untrained_head(model))),
     }[name]()
 
 
@@ -83,7 +94,9 @@ def answers(engine, prompts):
 
 
 @pytest.mark.parametrize("count", [1, 2, 3, 5])
-@pytest.mark.parametrize("name", ["ngram", "self", "whole", "model", "small", "random", "auto"])
+@pytest.mark.parametrize(
+    "name", ["ngram", "self", "whole", "model", "small", "random", "auto", "head", "auto head"]
+)
 def test_dense_output_is_that_of_plain_decoding(folders, name, count):
     model = model_of(folders["llama"])
     # Repetition for the n-grams; 40 blocks make some requests wait or start again.
