@@ -15,6 +15,7 @@ from __future__ import annotations
 import argparse
 import json
 import math
+import time
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -28,7 +29,7 @@ from nano_oasis.kernels.dispatch import select_kernels
 from nano_oasis.memory.coordinator import PrefetchCoordinator
 from nano_oasis.memory.dense_kv import KVView
 from nano_oasis.memory.host_tier import HostTier
-from nano_oasis.memory.link import BlockMover, MemcpyLink
+from nano_oasis.memory.link import BlockMover, Link, MemcpyLink, SimulatedLink
 from nano_oasis.memory.oasis_kv import OasisKV
 from nano_oasis.memory.seat import OasisStats
 from nano_oasis.memory.sketch import make_selector
@@ -92,9 +93,11 @@ class Bench:
         heads = c.num_kv_heads // options.head_groups
         shape = (slots, options.block_size, heads, c.head_dim)
         keys, values = torch.empty(shape), torch.empty(shape)
-        coordinator = PrefetchCoordinator(
-            MemcpyLink(BlockMover(self.host, keys, values, options.head_groups))
-        )
+        mover, a = BlockMover(self.host, keys, values, options.head_groups), self.args
+        link: Link = MemcpyLink(mover)
+        if a.bandwidth:
+            link = SimulatedLink(mover, bandwidth=a.bandwidth, latency_s=a.latency, lanes=2)
+        coordinator = PrefetchCoordinator(link)
         coordinator.start()
         stage = Stage(64, options.block_size, heads, c.head_dim, torch.float32, "cpu")
         return OasisKV(
@@ -161,9 +164,12 @@ class Bench:
                 same += (truth.argmax(1) == logs.argmax(1)).int().tolist()
                 held.append(kv.device_bytes(request) / (request.num_computed * self.dense_bytes))
                 if t == 0:
+                    began, exposed = time.perf_counter(), kv.coordinator.stats.exposed_s
                     kv.stats = OasisStats()  # the cold step fetches everything: not a hit rate
                 request.output_ids += ids[a.prefix + t + 1 : a.prefix + t + len(logs)]
                 t += len(logs)
+            seconds = time.perf_counter() - began
+            exposed = kv.coordinator.stats.exposed_s - exposed
             kv.check()
         finally:
             kv.coordinator.stop()
@@ -175,6 +181,7 @@ class Bench:
             "skipped": s.skipped / n, "device_mb": kv.device_bytes(request) / 1e6,
             "dense_mb": request.num_computed * self.dense_bytes / 1e6,
             "times_least": 1 / max(held), "times_mean": len(held) / sum(held),
+            "exposed_share": exposed / seconds, "ms_per_token": 1000 * seconds / n,
             "per_step": a.steps / len(held),
             **{f"agree_{name}": x.mean for name, x in kv.lookahead.agreement.items()},
         }  # fmt: skip
@@ -232,6 +239,8 @@ def main() -> None:
     parser.add_argument("--texts", nargs="*", default=list(real_texts()))
     parser.add_argument("--settings", nargs="*", default=SETTINGS, choices=SETTINGS + WITH_DRAFTS)
     parser.add_argument("--head-groups", type=int, nargs="*", default=[1])
+    parser.add_argument("--bandwidth", type=float, help="bytes/s of a simulated link; default: plain copies")
+    parser.add_argument("--latency", type=float, default=5e-5, help="of the simulated link, seconds")
     parser.add_argument("--drafts", type=int, default=0, help="draft tokens per step (draft auto)")
     parser.add_argument("--model", default="smollm2")
     parser.add_argument("--prefix", type=int, default=8000, help="tokens of context; a multiple of the block")
@@ -274,7 +283,8 @@ def print_rows(rows: list[dict]) -> None:
             f"{r['fetched_now']:.1f} waited for, {r['skipped']:.1f} skipped  device {r['device_mb']:.1f} of "
             f"{r['dense_mb']:.1f} MB, {r['times_mean']:.2f}x (least {r['times_least']:.2f}x)  "
             f"tokens per step {r['per_step']:.2f}, foretold by lookahead {r['agree_lookahead']:.3f}, "
-            f"by previous {r['agree_previous']:.3f}",
+            f"by previous {r['agree_previous']:.3f}, waiting {100 * r['exposed_share']:.1f}% of the time, "
+            f"{r['ms_per_token']:.1f} ms a token",
             flush=True,
         )
 

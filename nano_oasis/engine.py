@@ -218,8 +218,8 @@ class Engine:
         self.metrics.drafts([(d.num_drafts, len(d.tokens) - 1) for d in drawn if d.num_drafts])
         if len(drawn) == len(rows) and all(row.is_decode for row in rows):
             tokens = sum(len(d.tokens) for d in drawn)
-            asked = any(row.max_drafts for row in rows)
-            policy.record(len(rows), asked, sum(d.num_drafts for d in drawn), tokens, seconds)
+            drafts, drafting = sum(d.num_drafts for d in drawn), self.runner.draft_seconds
+            policy.record(len(rows), drafts, tokens, seconds, drafting)
 
     def _commit(self, row: ScheduledRow, result: Drawn | Exception | None) -> None:
         request = row.request

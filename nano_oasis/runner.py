@@ -7,6 +7,7 @@ Must not know: why these rows were chosen, what becomes of the tokens, text, soc
 from __future__ import annotations
 
 import logging
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
@@ -59,6 +60,7 @@ class Runner:
         self.sampler = sampler
         self.device = device
         self.draft = draft
+        self.draft_seconds = 0.0  # that drafting took in the last step
 
     @torch.inference_mode()
     def execute(self, plan: Sequence[ScheduledRow]) -> list[Drawn | KVFailure | None]:
@@ -90,8 +92,10 @@ class Runner:
     def _with_drafts(self, plan: Sequence[ScheduledRow]) -> list[ScheduledRow]:
         """The rows with the draft tokens that were found for them. A draft that fails costs only itself."""
         rows, asked = list(plan), [i for i, row in enumerate(plan) if row.max_drafts]
+        self.draft_seconds = 0.0
         if self.draft is None or not asked:
             return rows
+        began = time.perf_counter()
         try:
             found = self.draft.propose([rows[i] for i in asked], self.kv)
             for i, drafts in zip(asked, found, strict=True):
@@ -99,6 +103,8 @@ class Runner:
         except Exception:
             log.exception("the draft %s failed; this step goes without", self.draft.name)
             return list(plan)
+        finally:
+            self.draft_seconds = time.perf_counter() - began
         return rows
 
     def _sample(

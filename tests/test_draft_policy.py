@@ -11,7 +11,7 @@ def request_of(tokens):
     return Request(list(tokens), SamplingParams(), 10_000, 0)
 
 
-def steps(policy, cost, plain, count, chance=1.0, requests=1, idle=0.0):
+def steps(policy, cost, plain, count, chance=1.0, requests=1):
     """Simulates so many steps; returns the draft counts used."""
     used = []
     fake = [request_of([1, 2])] * requests
@@ -21,7 +21,7 @@ def steps(policy, cost, plain, count, chance=1.0, requests=1, idle=0.0):
         k = next((j for j in range(k) if chance ** (j + 1) < policy.price), k)  # as a draft would
         right = sum(chance ** (j + 1) for j in range(k))
         policy.record(
-            requests, asked, k * requests, requests * (1 + right), plain + cost * k * requests + idle
+            requests, k * requests, requests * (1 + right), plain + cost * k * requests, 0.001 * asked
         )
         used.append(k)
     return used
@@ -41,7 +41,7 @@ def test_a_draft_that_takes_time_and_proposes_nothing_is_not_asked_for_long():
     for _ in range(1000):
         k = policy.counts([request_of([1, 2])])[0]
         asked += k > 0
-        policy.record(1, k > 0, 0, 1, 1.0 + 0.3 * (k > 0))
+        policy.record(1, 0, 1, 1.0 + 0.3 * (k > 0), 0.3 * (k > 0))
     assert 0 < asked < 150
     # And it is used again when it is right again.
     again = steps(policy, cost=0.01, plain=1.0, count=600, chance=0.8)

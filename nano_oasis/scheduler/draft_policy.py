@@ -6,9 +6,9 @@ A step of n decoding requests without drafts takes T0 seconds; with D draft toke
 token costs c = (T - T0) / D seconds, drafting included. The batch gives R tokens a second anyway. A draft
 token accepted with chance p brings p tokens for c seconds: it pays while p > c * R, its *price*. The draft
 compares each of its tokens with the price and proposes those that are likelier. T0, c and R are medians of
-the last steps of about the same n; steps that also compute prompts are left out. And drafting as a whole must
-pay: over the last steps in which the draft was asked, what it brought in tokens is compared with what it took
-in time, steps without a proposal included. What does not pay is off for a while, then tried for a few steps.
+the last steps of about the same n; steps that also compute prompts are left out. And a draft that proposes
+little must be quick: over the last steps in which it was asked, what it brought in tokens is compared with
+the time that it took itself. What does not pay is off for a while, then tried for a few steps.
 While drafts are used, a step now and then goes without, to know T0.
 """
 
@@ -41,7 +41,7 @@ class FixedDrafts:
     def counts(self, requests: Sequence[Request]) -> list[int]:
         return [self.count] * len(requests)
 
-    def record(self, requests: int, asked: bool, drafts: int, tokens: int, seconds: float) -> None:
+    def record(self, requests: int, drafts: int, tokens: int, seconds: float, drafting: float) -> None:
         """Nothing to learn."""
 
 
@@ -96,22 +96,21 @@ class PricedDrafts:
         few = size.doubtful and len(size.cost) < FIRST
         return [1 if few else self.most] * len(requests)
 
-    def record(self, requests: int, asked: bool, drafts: int, tokens: int, seconds: float) -> None:
-        """A step that only decoded: its requests, whether the draft was asked, draft tokens verified, tokens
-        kept, duration."""
+    def record(self, requests: int, drafts: int, tokens: int, seconds: float, drafting: float) -> None:
+        """A step that only decoded: its requests, draft tokens verified, tokens kept, duration, and how much
+        of that the draft took; 0 if it was not asked."""
         size = self._size(requests)
         size.rate.append(tokens / max(seconds, 1e-9))
-        if not asked:
-            size.plain.append(seconds)
-            size.plain_rate.append(size.rate[-1])
+        if drafting:
+            size.asked.append((tokens - requests, drafting))
+        if drafts == 0:
+            size.plain.append(seconds - drafting)
+            size.plain_rate.append(requests / max(seconds - drafting, 1e-9))
             size.since_plain = 0
             return
         size.since_plain += 1
         if size.plain:
-            extra = seconds - median(size.plain)
-            size.asked.append((tokens - requests, extra))
-            if drafts:
-                size.cost.append(extra / drafts)
+            size.cost.append((seconds - median(size.plain)) / drafts)
 
     def _size(self, requests: int) -> _Size:
         return self._sizes.setdefault(requests.bit_length(), _Size())

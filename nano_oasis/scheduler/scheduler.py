@@ -37,7 +37,7 @@ class DraftPolicy(Protocol):
     def counts(self, requests: Sequence[Request]) -> list[int]:
         """For each decoding request of the batch, the most it may have."""
 
-    def record(self, requests: int, asked: bool, drafts: int, tokens: int, seconds: float) -> None: ...
+    def record(self, requests: int, drafts: int, tokens: int, seconds: float, drafting: float) -> None: ...
 
 
 class Scheduler:
