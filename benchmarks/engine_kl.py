@@ -39,11 +39,8 @@ from nano_oasis.model import Model
 from nano_oasis.request import Request, SamplingParams, ScheduledRow
 from nano_oasis.runner import KVFailure, Runner
 from nano_oasis.sampler import Sampler
-from nano_oasis.spec.auto import AutoDraft
 from nano_oasis.spec.draft import Draft
-from nano_oasis.spec.head import DraftHead, head_path
-from nano_oasis.spec.head_draft import HeadDraft
-from nano_oasis.spec.ngram import NGramDraft
+from nano_oasis.spec.make import make_draft
 from nano_oasis.tokenizer import load_tokenizer
 from nano_oasis.weights import load_checkpoint, resolve_model
 
@@ -155,7 +152,7 @@ class Bench:
         try:
             assert kv.admit(request)
             self.step(runner, request, a.prefix - size, size)
-            t, draft = 0, self.draft() if a.drafts else None
+            t, draft = 0, make_draft(self.options(), self.model.model, self.config.vocab_size, self.length)
             while t < a.steps:
                 request.output_ids.append(ids[a.prefix + t])
                 logs = self.log_probs(self.draft_step(kv, request, draft, ids, t))  # [1 + right drafts, V]
@@ -185,11 +182,6 @@ class Bench:
             "per_step": a.steps / len(held),
             **{f"agree_{name}": x.mean for name, x in kv.lookahead.agreement.items()},
         }  # fmt: skip
-
-    def draft(self) -> Draft:
-        """What `--draft auto` uses for this model."""
-        path = head_path(self.model.model)
-        return AutoDraft(HeadDraft(DraftHead.load(path, self.model.model))) if path else NGramDraft()
 
     def draft_step(
         self, kv: OasisKV, request: Request, draft: Draft | None, ids: list[int], t: int

@@ -1,6 +1,6 @@
-"""What the commands share: engine options on the command line, and the display of loading.
+"""What the commands share: engine options on the command line, and the display of progress.
 
-Owns: the translation of EngineConfig's table to argparse and back, and the progress bar.
+Owns: the translation of EngineConfig's table to argparse and back, and the progress bars.
 Must not know: sockets, the engine, what any option does.
 """
 
@@ -10,13 +10,24 @@ import argparse
 import dataclasses
 import sys
 import threading
+import time
 from typing import IO, Any, get_args, get_type_hints
 
 from rich.console import Console
-from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
+from rich.progress import (
+    BarColumn,
+    MofNCompleteColumn,
+    Progress,
+    TaskID,
+    TextColumn,
+    TimeElapsedColumn,
+    TimeRemainingColumn,
+)
 
 import nano_oasis
 from nano_oasis.config import EngineConfig
+
+_SILENCE_S = 30  # without a terminal: one line of progress this often
 
 
 def make_parser(command: str, description: str) -> argparse.ArgumentParser:
@@ -104,3 +115,39 @@ class LoadProgress:
             elif done >= total and what not in self._done:
                 self._done.add(what)
                 print(f"loaded {what}", file=self._stream, flush=True)
+
+
+class WorkProgress:
+    """A progress callback (what, done, total) of long work: a bar on a terminal, else a line now and then.
+
+    line: what is printed without a terminal. Use as a context manager.
+    """
+
+    def __init__(self, line: str = "{done} of {total}: {what}") -> None:
+        self._line = line
+        self._bar: tuple[Progress, TaskID] | None = None
+        self._said, self._last = 0.0, ("", 0, 0)
+
+    def __enter__(self) -> WorkProgress:
+        return self
+
+    def __call__(self, what: str, done: int, total: int) -> None:
+        if not sys.stderr.isatty():
+            now, state = time.monotonic(), (what, done, total)
+            if state != self._last and (now - self._said > _SILENCE_S or done == total):
+                self._said, self._last = now, state
+                print(self._line.format(what=what, done=done, total=total), file=sys.stderr, flush=True)
+            return
+        if self._bar is None:
+            columns = (
+                TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn(),
+            )  # fmt: skip
+            bars = Progress(*columns, console=Console(file=sys.stderr), transient=True)
+            bars.start()
+            self._bar = bars, bars.add_task("")
+        bars, task = self._bar
+        bars.update(task, description=what[:60], completed=done, total=total)
+
+    def __exit__(self, *_: object) -> None:
+        if self._bar is not None:
+            self._bar[0].stop()

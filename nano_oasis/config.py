@@ -228,7 +228,7 @@ class EngineConfig:
             raise ConfigError("predictor: lookahead needs a draft, and draft is none")
         if self.kv_mode == "lossless":  # verification reads everything; drafts wait for nothing
             for name in ("predictor", "miss_policy", "audit_every"):
-                if getattr(self, name) != type(self).__dataclass_fields__[name].default:
+                if getattr(self, name) != getattr(EngineConfig, name):  # the default
                     raise ConfigError(f"{name}: means nothing with kv_mode=lossless, which reads everything")
         if self.audit_recall and not self.audit_every:
             raise ConfigError("audit_recall: needs audit_every, or nothing is ever audited")
@@ -253,7 +253,7 @@ class EngineConfig:
             raise ConfigError(f"{name}: expected {getattr(hint, '__name__', hint)}, got {value!r}")
         if isinstance(value, float) and not math.isfinite(value):
             raise ConfigError(f"{name}: must be finite, got {value!r}")
-        if value is not None and "choices" in meta and value not in meta["choices"]:
+        if "choices" in meta and value not in meta["choices"]:
             raise ConfigError(f"{name}: must be one of {', '.join(meta['choices'])}; got {value!r}")
         if value is not None and "low" in meta and not meta["low"] <= value <= meta["high"]:
             raise ConfigError(f"{name}: must be between {meta['low']} and {meta['high']}, got {value!r}")

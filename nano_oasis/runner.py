@@ -115,13 +115,10 @@ class Runner:
         sampling = [i for i, row in enumerate(rows) if row.samples]
         if not sampling:
             return [None] * len(rows)
-        ahead = [j for i in sampling for j in range(len(rows[i].drafts) + 1)]
-        requests = [rows[i].request for i in sampling for _ in range(len(rows[i].drafts) + 1)]
-        at = [
-            starts[i + 1] - 1 - len(rows[i].drafts) + j
-            for i in sampling
-            for j in range(len(rows[i].drafts) + 1)
-        ]
+        # A row's newest token, then its drafts, are the last tokens that it computed.
+        places = [(i, j) for i in sampling for j in range(len(rows[i].drafts) + 1)]
+        requests, ahead = [rows[i].request for i, _ in places], [j for _, j in places]
+        at = [starts[i + 1] - 1 - len(rows[i].drafts) + j for i, j in places]
         states = hidden[torch.tensor(at, device=self.device)]  # [N, H]
         drawn, first, last = self.sampler(self.model.logits(states), requests, ahead), 0, []
         for i in sampling:

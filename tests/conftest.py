@@ -1,6 +1,8 @@
 """What must be set before any test module is imported, and what the kernels' tests share."""
 
 import os
+from collections.abc import Iterator
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -30,3 +32,24 @@ def bfloat16_products(monkeypatch: pytest.MonkeyPatch) -> None:
         return original(self, widen(a), widen(b), *rest)
 
     monkeypatch.setattr(interpreter.InterpreterBuilder, "create_dot", create_dot)
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """Tiny checkpoints, by family."""
+    from make_checkpoints import make_hf
+
+    paths = {family: tmp_path_factory.mktemp(family) for family in ("llama", "gemma3")}
+    for family, path in paths.items():
+        make_hf(family, path)
+    return paths
+
+
+@pytest.fixture
+def no_thread_is_left() -> Iterator[None]:
+    """Stops the coordinators of oasis_engines; for modules that use these."""
+    from oasis_engines import COORDINATORS
+
+    yield
+    while COORDINATORS:
+        COORDINATORS.pop().stop()

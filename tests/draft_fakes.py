@@ -5,7 +5,14 @@ Owns: test hooks for speculation. Must not know: how drafts are verified.
 
 import random
 
-from nano_oasis.request import ScheduledRow
+import torch
+from oasis_engines import GREEDY, LIMIT, B
+
+from nano_oasis.kernels.dispatch import select_kernels
+from nano_oasis.memory.dense_kv import DenseKV
+from nano_oasis.memory.kv_cache import KVCache
+from nano_oasis.request import Request, ScheduledRow
+from nano_oasis.spec.model_draft import ModelDraft
 
 
 class FakeDraft:
@@ -65,3 +72,15 @@ class BrokenDraft(FakeDraft):
 def row_of(request, count, price=0.0):
     """The row of a request's newest token, which may have so many drafts."""
     return ScheduledRow(request, request.num_tokens - 1, 1, True, max_drafts=count, price=price)
+
+
+def request_of(tokens, prompt=None):
+    """A request with these tokens, of which the first `prompt` (all) are its prompt."""
+    prompt = len(tokens) if prompt is None else prompt
+    return Request(list(tokens[:prompt]), GREEDY, 10_000, 0, output_ids=list(tokens[prompt:]))
+
+
+def model_draft(model, blocks=120):
+    """The same model as its own draft, on a KV cache of its own: nearly always right."""
+    cache = KVCache.allocate(model.config, blocks, B, torch.float32, "cpu")
+    return ModelDraft(model, DenseKV(cache, select_kernels("cpu")), LIMIT, model.config.vocab_size)

@@ -4,51 +4,22 @@ import json
 
 import pytest
 import torch
-from draft_fakes import row_of
-from make_checkpoints import make_hf
+from draft_fakes import model_draft, row_of
 from make_tokenizers import write_bpe_folder
 from oasis_engines import (
-    COORDINATORS,
     GREEDY,
     LIMIT,
-    B,
     model_of,
     prompts_of,
 )
 
 from nano_oasis import LLM
 from nano_oasis.config import ConfigError, EngineConfig
-from nano_oasis.kernels.dispatch import select_kernels
-from nano_oasis.memory.dense_kv import DenseKV
-from nano_oasis.memory.kv_cache import KVCache
 from nano_oasis.request import Request, RequestError, SamplingParams
 from nano_oasis.spec.calibrate import calibrate, read_layers, save_layers
 from nano_oasis.spec.chain import Calibration, Chains
 from nano_oasis.spec.draft import Chance
-from nano_oasis.spec.model_draft import ModelDraft
 from nano_oasis.spec.self_draft import format_layers, parse_layers
-
-
-@pytest.fixture(scope="module")
-def folders(tmp_path_factory):
-    paths = {}
-    for family in ("llama", "gemma3"):
-        paths[family] = tmp_path_factory.mktemp(family)
-        make_hf(family, paths[family])
-    return paths
-
-
-@pytest.fixture(autouse=True)
-def no_thread_is_left():
-    yield
-    while COORDINATORS:
-        COORDINATORS.pop().stop()
-
-
-def model_draft(model, blocks=120):
-    """The same model as its own draft, on a KV cache of its own: nearly always right."""
-    cache = KVCache.allocate(model.config, blocks, B, torch.float32, "cpu")
-    return ModelDraft(model, DenseKV(cache, select_kernels("cpu")), LIMIT, model.config.vocab_size)
 
 
 def test_chains_stop_where_a_token_is_not_likely_enough():

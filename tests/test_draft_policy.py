@@ -3,12 +3,9 @@
 Owns: these checks. Must not know: models, drafts, time.
 """
 
-from nano_oasis.request import Request, SamplingParams
+from draft_fakes import request_of
+
 from nano_oasis.scheduler.draft_policy import CHECK, FIRST, PricedDrafts
-
-
-def request_of(tokens):
-    return Request(list(tokens), SamplingParams(), 10_000, 0)
 
 
 def steps(policy, cost, plain, count, chance=1.0, requests=1):

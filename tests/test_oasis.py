@@ -8,7 +8,6 @@ from fakes import Caller, run, turn
 from make_checkpoints import make_hf
 from make_tokenizers import write_bpe_folder
 from oasis_engines import (
-    COORDINATORS,
     GREEDY,
     LIMIT,
     B,
@@ -25,21 +24,7 @@ from nano_oasis.config import ConfigError, EngineConfig
 from nano_oasis.kv_build import make_memory
 from nano_oasis.request import RequestError, SamplingParams
 
-
-@pytest.fixture(scope="module")
-def folders(tmp_path_factory):
-    paths = {}
-    for family in ("llama", "gemma3"):
-        paths[family] = tmp_path_factory.mktemp(family)
-        make_hf(family, paths[family])
-    return paths
-
-
-@pytest.fixture(autouse=True)
-def no_thread_is_left():
-    yield
-    while COORDINATORS:
-        COORDINATORS.pop().stop()
+pytestmark = pytest.mark.usefixtures("no_thread_is_left")
 
 
 @pytest.mark.parametrize("family", ["llama", "gemma3"])

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from draft_fakes import BrokenDraft, KnownDraft, RandomDraft
+from draft_fakes import BrokenDraft, KnownDraft, RandomDraft, request_of
 from fakes import EOS, VOCAB, Caller, make_engine, run, same, solo, turn
 from test_engine import random_params
 
@@ -176,11 +176,6 @@ def test_ended_requests_are_forgotten():
 
 
 # --- the n-gram draft ------------------------------------------------------------------------------
-def request_of(tokens, prompt=None):
-    prompt = len(tokens) if prompt is None else prompt
-    return Request(list(tokens[:prompt]), GREEDY, 10_000, 0, output_ids=list(tokens[prompt:]))
-
-
 def proposals(draft, request, count=4, price=0.0):
     row = ScheduledRow(request, request.num_tokens - 1, 1, True, max_drafts=count, price=price)
     return draft.propose([row])[0]

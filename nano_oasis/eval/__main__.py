@@ -7,19 +7,16 @@ from __future__ import annotations
 
 import argparse
 import sys
-import time
 from collections.abc import Sequence
 
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
 
-from nano_oasis.cli import LoadProgress, make_parser
+from nano_oasis.cli import LoadProgress, WorkProgress, make_parser
 from nano_oasis.config import ConfigError
 from nano_oasis.eval.settings import Setting
 
 _DEFAULT = Setting()
 WIDTH = 160
-SILENCE_S = 30  # without a terminal: one line of progress this often
 
 
 def build_parser() -> argparse.ArgumentParser:
@@ -79,7 +76,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         for name in ("block", "head_groups", "context"):
             options[name] = _numbers(name, options[name])
-        with LoadProgress() as loading, _Bar() as bar:
+        with LoadProgress() as loading, WorkProgress() as bar:
             result = run(options.pop("model"), **options, progress=bar, loading=loading)
     except (ConfigError, TaskError, DataError, CheckpointError, TokenizerError) as error:
         print(f"error: {error}", file=sys.stderr)
@@ -106,40 +103,6 @@ def _numbers(name: str, text: str) -> list[int]:
     except ValueError:
         option = name.replace("_", "-")
         raise ConfigError(f"--{option}: expected whole numbers separated by commas, got {text!r}") from None
-
-
-class _Bar:
-    """progress(what, done, total): a bar on a terminal, else a line now and then."""
-
-    def __init__(self) -> None:
-        self._bar: tuple[Progress, TaskID] | None = None
-        self._said = 0.0
-
-    def __enter__(self) -> _Bar:
-        return self
-
-    def __call__(self, what: str, done: int, total: int) -> None:
-        if not sys.stderr.isatty():
-            if time.monotonic() - self._said > SILENCE_S or done == total:
-                self._said = time.monotonic()
-                print(f"{done} of {total}: {what}", file=sys.stderr, flush=True)
-            return
-        if self._bar is None:
-            columns = (
-                TextColumn("{task.description}"),
-                BarColumn(),
-                MofNCompleteColumn(),
-                TimeRemainingColumn(),
-            )
-            bars = Progress(*columns, console=Console(file=sys.stderr), transient=True)
-            bars.start()
-            self._bar = bars, bars.add_task("")
-        bars, task = self._bar
-        bars.update(task, description=what[:60], completed=done, total=total)
-
-    def __exit__(self, *_: object) -> None:
-        if self._bar is not None:
-            self._bar[0].stop()
 
 
 if __name__ == "__main__":

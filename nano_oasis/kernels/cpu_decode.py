@@ -158,20 +158,9 @@ def _rows(q, k, v, table, lens, window, scale, r0, r1, first, last, weights, sum
             end = min(min(low + CHUNK, last), (lens[r] + size - 1) // size)
             if begin < end:
                 _chunk(
-                    q[r],
-                    k,
-                    v,
-                    table[r],
-                    seen_from,
-                    lens[r],
-                    scale,
-                    begin,
-                    end,
-                    weights,
-                    sums_of[r],
-                    out[r],
-                    lse[r],
-                )
+                    q[r], k, v, table[r], seen_from, lens[r], scale, begin, end,
+                    weights, sums_of[r], out[r], lse[r],
+                )  # fmt: skip
     for r in range(r0, r1):
         sums, most, acc = sums_of[r], lse[r], out[r]
         if most[0] == _NEG_INF and sums[0] == _ZERO:

@@ -52,21 +52,9 @@ def choose_read(mass: np.ndarray, *args: Any) -> None:
 
 @jit
 def _choose_now(  # type: ignore[no-untyped-def]
-    mass,
-    rows,
-    slot_of,
-    used_at,
-    caps,
-    free,
-    free_count,
-    reserve,
-    threshold,
-    wanted,
-    asks,
-    counts,
-    histogram,
-    kept,
-):
+    mass, rows, slot_of, used_at, caps, free, free_count, reserve, threshold,
+    wanted, asks, counts, histogram, kept,
+):  # fmt: skip
     counts[ASKS] = 0
     for i in range(len(rows)):
         wanted[i, :] = False

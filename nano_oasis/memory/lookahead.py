@@ -49,7 +49,7 @@ class Lookahead:
 
         None where no row is a draft: then there is the own query only.
         """
-        if not rows.drafts.any():
+        if not rows.has_drafts:
             return None
         out = np.empty_like(mass)
         for last in np.flatnonzero(rows.last):
@@ -67,7 +67,7 @@ class Lookahead:
     def measure(self, plane: int, rows: Rows, x: Layout, own: np.ndarray, mass: np.ndarray) -> None:
         """own bool [n, M]: what the rows' own queries want; mass fp32 [n, M]. Both predictors are judged,
         whichever is used."""
-        if plane % EVERY or not rows.drafts.any() or not mass.any():
+        if plane % EVERY or not rows.has_drafts or not mass.any():
             return
         for last in np.flatnonzero(rows.last):
             seat, first = rows.seats[last], last - rows.drafts[last]

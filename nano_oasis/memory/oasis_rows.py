@@ -61,6 +61,7 @@ class Rows:
         self.lens = torch.tensor(self.contexts, dtype=torch.int32)
         self.sealed = torch.tensor([s.sealed for s in self.seats])
         self.drafts = np.array([p.draft for p in self.places])
+        self.has_drafts = bool(self.drafts.any())
         self.last = np.append(self.drafts[1:] == 0, True)  # of its seat
         # Host block of each sealed position, for the sketches; block 0 stands in for the others.
         width = max(len(s.request.block_table) for s in self.seats)

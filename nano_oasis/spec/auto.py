@@ -32,7 +32,7 @@ class AutoDraft:
         self._copied.clear()
         for row in rows:
             rival = self._chance.setdefault(row.request.id, Chance(0.5)).value
-            drafts, _ = self.ngram.likely(row, rival)
+            drafts = self.ngram.likely(row, rival)
             if drafts:
                 self._copied.add(row.request.id)
             found.append(drafts)

@@ -13,14 +13,11 @@ import torch
 from torch import Tensor
 
 from nano_oasis.request import ScheduledRow
+from nano_oasis.spec.draft import TRY_AGAIN
 
 # (which of the rows go on, the token each goes on from [n] int64, how many drafts it has so far)
 #     -> likeliest next tokens [n] int64, their probabilities by the draft [n] fp32
 Step = Callable[[list[int], Tensor, int], tuple[Tensor, Tensor]]
-
-
-TRY_AGAIN = 16  # calls that propose nothing before one does
-
 
 BINS = 8
 
@@ -66,9 +63,8 @@ class Chains:
         going = [i for i, row in enumerate(rows) if row.max_drafts > 0]
         tokens = torch.tensor([row.request.tokens(row.start, row.start + 1)[0] for row in rows])
         done = 0
-        again = (
-            self._silent >= TRY_AGAIN
-        )  # one token whatever it costs, or what was learned is never unlearned
+        # Then one token whatever it costs, or what was learned would never be unlearned.
+        again = self._silent >= TRY_AGAIN
         while going:
             best, confidence = step(going, tokens[going], done)
             done += 1

@@ -29,6 +29,8 @@ import torch
 
 from nano_oasis.request import SampledToken, ScheduledRow
 
+TRY_AGAIN = 16  # times a draft holds its tongue before it proposes one token all the same, to keep learning
+
 
 class Draft(Protocol):
     """Proposes what may come next. Called on the step thread only; may keep what it likes per request id."""

@@ -54,9 +54,8 @@ class ModelDraft:
         shadows = [self._shadows[rows[i].request.id] for i in ready]
 
         def step(going: list[int], tokens: Tensor, done: int) -> tuple[Tensor, Tensor]:
-            return best_of(
-                self._forward([(shadows[i], [t]) for i, t in zip(going, tokens.tolist(), strict=True)])
-            )
+            hidden = self._forward([(shadows[i], [t]) for i, t in zip(going, tokens.tolist(), strict=True)])
+            return best_of(self.model.logits(hidden)[:, : self.num_tokens])
 
         for i, drafts in zip(ready, self._chains.draft([rows[i] for i in ready], step), strict=True):
             found[i] = drafts
@@ -81,7 +80,7 @@ class ModelDraft:
             if reach == known:
                 ready.append(i)
         if todo:
-            self._forward(todo, sample=False)
+            self._forward(todo)
         return ready
 
     def _shadow(self, request: Request) -> _Shadow:
@@ -107,9 +106,9 @@ class ModelDraft:
             shadow.block_table += self.blocks.allocate(missing)
         return True
 
-    def _forward(self, parts: Sequence[tuple[_Shadow, list[int]]], sample: bool = True) -> Tensor:
-        """Compute these tokens after what each shadow has; logits [n, V] after the last of each."""
-        rows = [ScheduledRow(s, len(s.prompt_ids), len(tokens), samples=sample) for s, tokens in parts]
+    def _forward(self, parts: Sequence[tuple[_Shadow, list[int]]]) -> Tensor:
+        """Compute these tokens after what each shadow has; hidden [T, H], shadows with one token first."""
+        rows = [ScheduledRow(s, len(s.prompt_ids), len(tokens), samples=True) for s, tokens in parts]
         # Single tokens first: a row with one query is a decode.
         order = sorted(range(len(rows)), key=lambda i: rows[i].num_tokens > 1)
         tokens = torch.tensor([t for i in order for t in parts[i][1]], device=self.kv.device)
@@ -120,9 +119,7 @@ class ModelDraft:
         hidden = self.model.forward(tokens, positions, self.kv.begin([rows[i] for i in order]))
         for shadow, new in parts:
             shadow.prompt_ids += new
-        if not sample:
-            return hidden
-        return self.model.logits(hidden)[:, : self.num_tokens]
+        return hidden
 
     def observe(self, rows: Sequence[ScheduledRow], right: Sequence[int], hidden: Tensor) -> None:
         self._chains.observe(rows, right)

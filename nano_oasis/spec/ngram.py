@@ -16,10 +16,9 @@ from typing import Any
 import torch
 
 from nano_oasis.request import Request, ScheduledRow
-from nano_oasis.spec.draft import Chance
+from nano_oasis.spec.draft import TRY_AGAIN, Chance
 
 LONGEST, SHORTEST = 4, 2  # tokens that must agree; longer agreement is preferred
-TRY_AGAIN = 16  # proposals not made before one is
 
 
 @dataclass
@@ -42,10 +41,10 @@ class NGramDraft:
         self._of: dict[int, _Index] = {}
 
     def propose(self, rows: Sequence[ScheduledRow], kv: Any = None) -> list[list[int]]:
-        return [self.likely(row)[0] for row in rows]
+        return [self.likely(row) for row in rows]
 
-    def likely(self, row: ScheduledRow, rival: float = 0.0) -> tuple[list[int], float]:
-        """As many tokens as are likely enough to pay, and the chance that the first of them is right.
+    def likely(self, row: ScheduledRow, rival: float = 0.0) -> list[int]:
+        """As many tokens as are likely enough to pay.
 
         None where a rival is likelier (its chance of a right token). But now and then one token all the same,
         to see whether it is still so.
@@ -53,13 +52,13 @@ class NGramDraft:
         index = self._of.setdefault(row.request.id, _Index())
         found = self._look_up(index, row.request, row.max_drafts)
         if not found:
-            return [], 0.0
-        chance = index.chance.value
-        count = index.chance.worth(len(found), row.price) if chance >= rival else 0
+            return []
+        chance = index.chance
+        count = chance.worth(len(found), row.price) if chance.value >= rival else 0
         index.declined = 0 if count else index.declined + 1
         if index.declined > TRY_AGAIN:
             index.declined, count = 0, 1
-        return found[:count], chance
+        return found[:count]
 
     def _look_up(self, index: _Index, request: Request, count: int) -> list[int]:
         """Up to `count` tokens: what followed the latest earlier occurrence of the longest tail."""

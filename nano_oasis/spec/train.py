@@ -17,15 +17,11 @@ import hashlib
 import json
 import os
 import sys
-import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
-
-from nano_oasis.cli import LoadProgress, make_parser
+from nano_oasis.cli import LoadProgress, WorkProgress, make_parser
 from nano_oasis.config import ConfigError
 
 if TYPE_CHECKING:  # torch is imported only when something is done
@@ -41,7 +37,6 @@ FEWEST = 40  # prompts of the only shard of a small run: two of them are held ou
 HELD_TEXTS = 100  # that drafts are measured on, at most
 SAVE_EVERY = 50  # steps
 MAX_LEN = 2048  # tokens of a recorded text
-SILENCE_S = 30  # without a terminal: one line of progress this often
 LIMITS = {
     "tokens": (1, 10**9), "max_new_tokens": (4, 1024), "steps": (1, 10**7), "batch": (1, 4096),
     "inner": (16, 2**16), "blocks": (0, 8), "vocab": (4, 2**20), "threads": (0, 1024), "seed": (0, 2**31 - 1),
@@ -82,7 +77,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     from nano_oasis.weights import CheckpointError
 
     try:
-        with Report() as report:
+        with WorkProgress(line="{done} of {total} {what}") as report:
             figures = Run(args, report).all()
     except (ConfigError, CheckpointError, TokenizerError) as error:
         print(f"error: {error}", file=sys.stderr)
@@ -107,7 +102,7 @@ def show(figures: dict[str, Any]) -> str:
 class Run:
     """One run of the command; `args` are those of build_parser."""
 
-    def __init__(self, args: argparse.Namespace, report: Report) -> None:
+    def __init__(self, args: argparse.Namespace, report: WorkProgress) -> None:
         import torch
 
         from nano_oasis.spec.prompts import PromptMaker, digest, read_documents
@@ -285,41 +280,6 @@ def _check(args: argparse.Namespace) -> None:
         raise ConfigError(f"inner: must be a multiple of 16, got {args.inner}")
     if Path(args.output).suffix != ".safetensors":
         raise ConfigError(f"output: must end in .safetensors, got {args.output!r}")
-
-
-class Report:
-    """report(what, done, total): a bar on a terminal, else a line now and then."""
-
-    def __init__(self) -> None:
-        self._bar: tuple[Progress, TaskID] | None = None
-        self._said, self._last = 0.0, (0, 0)
-
-    def __enter__(self) -> Report:
-        return self
-
-    def __call__(self, what: str, done: int, total: int) -> None:
-        if not sys.stderr.isatty():
-            now = time.monotonic()
-            if (done, total) != self._last and (now - self._said > SILENCE_S or done == total):
-                self._said, self._last = now, (done, total)
-                print(f"{done} of {total} {what}", file=sys.stderr, flush=True)
-            return
-        if self._bar is None:
-            columns = (
-                TextColumn("{task.description}"),
-                BarColumn(),
-                MofNCompleteColumn(),
-                TimeRemainingColumn(),
-            )
-            bars = Progress(*columns, console=Console(file=sys.stderr), transient=True)
-            bars.start()
-            self._bar = bars, bars.add_task("")
-        bars, task = self._bar
-        bars.update(task, description=what, completed=done, total=total)
-
-    def __exit__(self, *_: object) -> None:
-        if self._bar is not None:
-            self._bar[0].stop()
 
 
 if __name__ == "__main__":
