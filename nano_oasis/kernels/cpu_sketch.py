@@ -54,7 +54,7 @@ def fourbit_logits(
     fp16 [N, H, B]; table [R, M] int64, of which row r reads the first counts[r] (int64) entries. Blocks more
     than 80 below the largest of their 64 neighbours are not told apart.
     """
-    sums, tops, _ = _sums(q, codes, base, step, table, counts, heads, 1.0)
+    sums, tops, _ = _sums(q, codes, base, step, table, counts, heads, 1.0, 1)
     with np.errstate(divide="ignore"):  # log 0: blocks that are none
         logits = np.log(sums)
     logits += np.repeat(tops[..., 0], CHUNK, 2)[:, :, : table.shape[1]]
@@ -63,21 +63,22 @@ def fourbit_logits(
 
 def fourbit_mass(
     q: Tensor, codes: Tensor, base: Tensor, step: Tensor, table: Tensor, counts: Tensor, scale: float,
-    heads: slice = slice(None),
+    groups: int = 1,
 ) -> Tensor:  # fmt: skip
-    """Softmax of fourbit_logits over a row's blocks, averaged over all query heads: fp32 [R, M].
+    """Softmax of fourbit_logits over a row's blocks, averaged over the query heads of each of `groups` groups
+    of KV heads: fp32 [groups, R, M].
 
     q is scaled by `scale` here.
     """
-    return torch.from_numpy(_sums(q, codes, base, step, table, counts, heads, scale)[2])
+    return torch.from_numpy(_sums(q, codes, base, step, table, counts, slice(None), scale, groups)[2])
 
 
 def _sums(
     q: Tensor, codes: Tensor, base: Tensor, step: Tensor, table: Tensor, counts: Tensor, heads: slice,
-    scale: float,
+    scale: float, choices: int,
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:  # fmt: skip
     """sums [R, Hq, M] of exp, relative to their chunk's largest logit; tops [R, Hq, C, 2], that logit and the
-    chunk's sum; mass [R, M]. Where there is no block: 0, -inf, 0."""
+    chunk's sum; mass [choices, R, M]. Where there is no block: 0, -inf, 0."""
     rows, query_heads, dim = q.shape
     first, stop, _ = heads.indices(codes.shape[1])
     query = q.detach().float().contiguous().numpy()
@@ -90,7 +91,7 @@ def _sums(
     factors = np.empty((rows, 2, query_heads), np.float32)
     sums = np.empty((rows, query_heads, table.shape[1]), np.float32)
     tops = np.empty((rows, query_heads, chunks, 2), np.float32)
-    mass = np.empty((rows, table.shape[1]), np.float32)
+    mass = np.empty((choices, rows, table.shape[1]), np.float32)
     scratch = np.empty((shares, MOST_HEADS, CHUNK * codes.shape[3]), np.float32)
     groups = np.array([first, query_heads // (stop - first)])
     _quantise(query, np.float32(scale), small, factors)
@@ -194,11 +195,12 @@ def _soften(logits, count, size, out, chunk, tops):  # type: ignore[no-untyped-d
 
 @jit
 def _reduce(counts, sums, tops, mass):  # type: ignore[no-untyped-def]
-    """sums [R, Hq, M], tops [R, Hq, C, 2] -> mass [R, M]: softmax over blocks, averaged over heads.
+    """sums [R, Hq, M], tops [R, Hq, C, 2] -> mass [choices, R, M]: softmax over blocks, averaged over heads.
 
     Where there is no block all become 0, and tops[..., 0] -inf.
     """
     rows, heads = sums.shape[:2]
+    group = heads // len(mass)
     mass[:] = _ZERO
     for r in range(rows):
         chunks = (counts[r] + CHUNK - 1) // CHUNK
@@ -211,12 +213,11 @@ def _reduce(counts, sums, tops, mass):  # type: ignore[no-untyped-def]
             for c in range(chunks):
                 total += tops[r, h, c, 1] * np.exp(tops[r, h, c, 0] - top)
             for c in range(chunks):
-                factor = np.exp(tops[r, h, c, 0] - top) / (total * np.float32(heads))
-                low, high = c * CHUNK, min((c + 1) * CHUNK, counts[r])
-                _accumulate(factor, sums[r, h, low:high], mass[r, low:high])
+                factor = np.exp(tops[r, h, c, 0] - top) / (total * np.float32(group))
+                _accumulate(factor, sums, mass, h // group, r, h, c * CHUNK, min((c + 1) * CHUNK, counts[r]))
 
 
 @jit
-def _accumulate(factor, x, y):  # type: ignore[no-untyped-def]
-    for i in range(len(x)):
-        y[i] += factor * x[i]
+def _accumulate(factor, sums, mass, choice, r, h, low, high):  # type: ignore[no-untyped-def]
+    for m in range(low, high):
+        mass[choice, r, m] += factor * sums[r, h, m]

@@ -44,14 +44,20 @@ def fourbit_logits(
 
 def fourbit_mass(
     q: Tensor, codes: Tensor, base: Tensor, step: Tensor, table: Tensor, counts: Tensor, scale: float,
-    heads: slice = slice(None),
+    groups: int = 1,
 ) -> Tensor:  # fmt: skip
-    """Softmax of fourbit_logits over a row's blocks, then the mean over all query heads: fp32 [R, M].
+    """Softmax of fourbit_logits over a row's blocks, then the mean over the query heads of each of `groups`
+    groups of KV heads: fp32 [groups, R, M].
 
     q of any float dtype is scaled by `scale` here. A row without blocks gets zeros.
     """
-    logits = fourbit_logits(q.float() * scale, codes, base, step, table, counts, heads)
-    return torch.softmax(logits, -1).nan_to_num(0.0).mean(1)
+    logits = fourbit_logits(q.float() * scale, codes, base, step, table, counts)
+    return group_means(torch.softmax(logits, -1).nan_to_num(0.0), groups)
+
+
+def group_means(mass: Tensor, groups: int) -> Tensor:
+    """[R, heads, M] -> [groups, R, M]: the mean over each group's heads."""
+    return mass.unflatten(1, (groups, mass.shape[1] // groups)).mean(2).transpose(0, 1).contiguous()
 
 
 def fourbit_gathered_logits(q: Tensor, codes: Tensor, base: Tensor, step: Tensor) -> Tensor:

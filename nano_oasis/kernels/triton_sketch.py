@@ -14,7 +14,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from nano_oasis.kernels.reference_sketch import SMALLEST_QUERY, check_channels
+from nano_oasis.kernels.reference_sketch import SMALLEST_QUERY, check_channels, group_means
 from nano_oasis.kernels.triton_common import DTYPES, Tiles, check_block, round_half_even
 
 TILE_C = 32  # channels per loop step: the least that the matrix units take of 8 bits
@@ -187,8 +187,8 @@ def fourbit_logits(
 
 def fourbit_mass(
     q: Tensor, codes: Tensor, base: Tensor, step: Tensor, table: Tensor, counts: Tensor, scale: float,
-    heads: slice = slice(None),
+    groups: int = 1,
 ) -> Tensor:  # fmt: skip
     """See reference_sketch.fourbit_mass. The softmax over blocks and the mean over heads are torch's."""
-    logits = fourbit_logits(q.float() * scale, codes, base, step, table, counts, heads)
-    return torch.softmax(logits, -1).nan_to_num(0.0).mean(1)
+    logits = fourbit_logits(q.float() * scale, codes, base, step, table, counts)
+    return group_means(torch.softmax(logits, -1).nan_to_num(0.0), groups)

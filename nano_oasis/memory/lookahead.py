@@ -23,7 +23,7 @@ from nano_oasis.kernels import select
 from nano_oasis.memory.oasis_rows import Layout, Rows
 from nano_oasis.memory.seat import Seat
 
-EVERY = 4  # planes; one of so many is measured
+EVERY = 4  # layers; one of so many is measured
 MEMORY = 0.9
 
 
@@ -45,7 +45,8 @@ class Lookahead:
         self.agreement = {"lookahead": Agreement(), "previous": Agreement()}
 
     def ahead(self, rows: Rows, mass: np.ndarray) -> np.ndarray | None:
-        """mass fp32 [n, M] by each row's own query -> what to order by, fp32 [n, M], in the seats' last rows.
+        """mass fp32 [G, n, M] by each row's own query -> what to order by, fp32 [G, n, M], in the seats' last
+        rows.
 
         None where no row is a draft: then there is the own query only.
         """
@@ -55,33 +56,34 @@ class Lookahead:
         for last in np.flatnonzero(rows.last):
             first, seat = last - rows.drafts[last], rows.seats[last]
             use = self.enabled and seat.looks_ahead and last > first
-            out[last] = self._weighted(seat, mass[first + 1 : last + 1]) if use else mass[first]
+            drafts = mass[:, first + 1 : last + 1]
+            out[:, last] = self._weighted(seat, drafts) if use else mass[:, first]
         return out
 
     @staticmethod
     def _weighted(seat: Seat, mass: np.ndarray) -> np.ndarray:
-        """mass [k, M] of the drafts -> [M]."""
-        total: np.ndarray = weights(seat.draft_chance, len(mass)) @ mass
+        """mass [G, k, M] of the drafts -> [G, M]."""
+        total: np.ndarray = weights(seat.draft_chance, mass.shape[1]) @ mass
         return total
 
-    def measure(self, plane: int, rows: Rows, x: Layout, own: np.ndarray, mass: np.ndarray) -> None:
-        """own bool [n, M]: what the rows' own queries want; mass fp32 [n, M]. Both predictors are judged,
-        whichever is used."""
-        if plane % EVERY or not rows.has_drafts or not mass.any():
+    def measure(self, layer: int, rows: Rows, x: Layout, own: np.ndarray, mass: np.ndarray) -> None:
+        """own bool [G, n, M]: what the rows' own queries want; mass fp32 [G, n, M]. Both predictors are
+        judged, whichever is used."""
+        if layer % EVERY or not rows.has_drafts or not mass.any():
             return
         for last in np.flatnonzero(rows.last):
             seat, first = rows.seats[last], last - rows.drafts[last]
             row = x.rows[first]
-            wanted = own[first, row[select.SINK] : row[select.RECENT]]  # beyond the forced ones
-            before = seat.foretold.pop(plane, None)
+            wanted = own[:, first, row[select.SINK] : row[select.RECENT]]  # beyond the forced ones
+            before = seat.foretold.pop(layer, None)
             if before is not None and wanted.any():
                 for name, named in before.items():
-                    both = named[row[select.SINK] :][: len(wanted)] & wanted[: len(named) - row[select.SINK]]
+                    named = named[:, row[select.SINK] :][:, : wanted.shape[1]]
+                    both = named & wanted[:, : named.shape[1]]
                     self._learn(seat, name, float(both.sum() / wanted.sum()))
             if last > first:
-                ahead = self._weighted(seat, mass[first + 1 : last + 1])
-                named = select.best_blocks(ahead, x.rows[last], np.ones(len(ahead), bool))
-                seat.foretold[plane] = {"previous": own[first].copy(), "lookahead": named}
+                named = select.best_blocks(self._weighted(seat, mass[:, first + 1 : last + 1]), x.rows[last])
+                seat.foretold[layer] = {"previous": own[:, first].copy(), "lookahead": named}
 
     def _learn(self, seat: Seat, name: str, share: float) -> None:
         total = self.agreement[name]

@@ -67,7 +67,7 @@ class OasisKV:
         self.planes = c.num_layers * self.groups
         self.pool = SlotPool(len(self.slot_keys))
         max_blocks = -(-self.max_model_len // self.block_size)
-        self.residency = Residency(self.pool, self.planes, o.max_num_seqs, max_blocks)
+        self.residency = Residency(self.pool, self.planes, o.max_num_seqs, max_blocks, self.groups)
         # What one step's new tokens need before they can be sealed and dropped, whoever they belong to.
         chunk_blocks = -(-o.max_num_batched_tokens // self.block_size)
         self.reserve = self.planes * (chunk_blocks + 1)
@@ -139,7 +139,7 @@ class OasisKV:
         return self.options.sink_blocks + self.options.recent_blocks
 
     def _caps(self, budget_tokens: int, most: int) -> torch.Tensor:
-        """[planes] blocks: the budget times the buffer factor; the window, or everything in dense layers."""
+        """[layers] slots: the budget times the buffer factor; the window, or everything in dense layers."""
         o, c = self.options, self.config
         budget = max(math.ceil(budget_tokens / self.block_size * o.buffer_factor), self._forced + 1)
         budget += self.tail_blocks
@@ -150,7 +150,7 @@ class OasisKV:
             if window is not None:
                 # Not below what shrink() always keeps, or making room would try for ever.
                 blocks = max(-(-window // self.block_size), self._forced) + 1 + self.tail_blocks
-            caps += [min(blocks, most + self.tail_blocks - 1)] * self.groups
+            caps.append(min(blocks, most + self.tail_blocks - 1) * self.groups)
         return torch.tensor(caps)
 
     # --- the runner's side -------------------------------------------------------------------------
@@ -258,7 +258,11 @@ class OasisKV:
     def _excess(self, seat: Seat) -> int:
         """Slots of sealed blocks above the caps, some places of each cap being the unsealed blocks'."""
         table = self.residency.slot_of[:, seat.index, : seat.sealed]
-        return int(((table != EMPTY).sum(1) - (seat.caps - self.tail_blocks)).clamp(min=0).sum())
+        held = (table != EMPTY).sum(1).view(-1, self.groups).sum(1)  # [layers]
+        return int((held - self._sealed_caps(seat)).clamp(min=0).sum())
+
+    def _sealed_caps(self, seat: Seat) -> torch.Tensor:
+        return seat.caps - self.tail_blocks * self.groups
 
     def shrink(self, seat: Seat) -> None:
         """Down to its caps, least recently selected first; from now on this request keeps a working set."""
@@ -266,7 +270,7 @@ class OasisKV:
             seat.dense, seat.cold = False, True
         o = self.options
         recent = max(o.recent_blocks - 1, 0)
-        self.residency.trim(seat.index, seat.caps - self.tail_blocks, o.sink_blocks, recent, seat.sealed)
+        self.residency.trim(seat.index, self._sealed_caps(seat), o.sink_blocks, recent, seat.sealed)
 
     def end(self, rows: Sequence[ScheduledRow]) -> dict[int, str]:
         """Seal the blocks this step filled: host copy and sketch, all rows together, layer by layer."""

@@ -32,17 +32,20 @@ class Place:
 
 @dataclass
 class Layout:
-    """What the choice of blocks has in common over the layers of one kind: n rows, M positions."""
+    """What the choice of blocks has in common over the layers of one kind: n rows, M positions, G groups."""
 
     rows: np.ndarray  # int32 [n, 8], see select.py
-    wanted: np.ndarray  # bool [n, M]
-    read: np.ndarray  # bool [n, M]
-    asks: np.ndarray  # int32 [3, n * M]
-    no_mass: np.ndarray  # fp32 [n, M] of zeros, for sliding windows: what is visible is forced
+    wanted: np.ndarray  # bool [G, n, M]
+    read: np.ndarray  # bool [G, n, M]
+    asks: np.ndarray  # int32 [4, G * n * M]
+    no_mass: np.ndarray  # fp32 [G, n, M] of zeros, for sliding windows: what is visible is forced
 
     @property
-    def budget(self) -> int:
-        return int(self.rows[:, select.BUDGET].max())
+    def most(self) -> int:
+        """Blocks that a row may read of one group: all of the groups' budgets at most, none twice."""
+        return int(
+            np.minimum(self.rows[:, select.BUDGET] * len(self.read), self.rows[:, select.BLOCKS]).max()
+        )
 
 
 @dataclass
@@ -67,7 +70,7 @@ class Rows:
         width = max(len(s.request.block_table) for s in self.seats)
         padded = [s.request.block_table + [0] * (width - len(s.request.block_table)) for s in self.seats]
         self.host_blocks = torch.tensor(padded)  # [n, width] int64
-        self.caps = np.stack([s.caps.numpy() for s in self.seats], 1).astype(np.int32)  # [planes, n]
+        self.caps = np.stack([s.caps.numpy() for s in self.seats], 1).astype(np.int32)  # [layers, n]
 
     def layout(self, layer: int, window: int | None, options: EngineConfig, drafting: bool) -> Layout:
         key = (window, layer < options.dense_layers)
@@ -87,9 +90,9 @@ class Rows:
                     budget = count
                 tail, policy = place.context - (count - 1) * size, self._policy(place, options, drafting)
                 table[i] = place.seat.index, first, count, sink, recent, budget, tail, policy
-            shape = len(blocks), max(blocks)
+            shape = options.head_groups, len(blocks), max(blocks)
             wanted, read = np.zeros((2, *shape), bool)
-            asks = np.empty((3, shape[0] * shape[1]), np.int32)
+            asks = np.empty((4, wanted.size), np.int32)
             self.layouts[key] = Layout(table, wanted, read, asks, np.zeros(shape, np.float32))
         return self.layouts[key]
 

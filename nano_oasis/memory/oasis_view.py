@@ -4,9 +4,9 @@ Owns: selection by sketch, what is attended to, what is done about a miss, what 
 Must not know: admission, sealing, how bytes move.
 
 For each full-attention layer and shrunk row: score the sketches with the row's query, want the best blocks of
-the budget, attend to the best *resident* ones; of the missing ones, wait for all or the heavy ones (by the
-request's miss policy), and order the rest for the next step (predictor `previous`: what this query wants).
-"""
+the budget (head groups have their own, and share it; in shapes there are G), attend to the best *resident*
+ones; of the missing ones, wait for all or the heavy ones (by the request's miss policy), and order the rest
+for the next step (predictor `previous`: what this query wants)."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from nano_oasis.memory.audit import mass_recall
 from nano_oasis.memory.oasis_rows import Layout, Place, Rows
 from nano_oasis.memory.seat import Seat
 from nano_oasis.memory.stream import merge, piece_attention, stream_attention
-from nano_oasis.memory.tickets import NOW, Key, Ticket
+from nano_oasis.memory.tickets import NOW, Ticket
 from nano_oasis.request import ScheduledRow
 
 if TYPE_CHECKING:
@@ -42,7 +42,8 @@ class OasisView:
         position = torch.cat([torch.arange(r.start, r.start + r.num_tokens) for r in rows])
         token_seat = torch.tensor([s.index for s in seats]).repeat_interleave(counts)  # [T]
         slots = kv.residency.slot_of[:, token_seat, position // self.size].long()
-        self.token_slots = slots * self.size + position % self.size  # [planes, T]; the tail does not move
+        slots = slots * self.size + position % self.size  # [planes, T]; the tail does not move
+        self.token_slots = slots.view(-1, kv.groups * len(position))  # [layers, G * T]
         dense: list[Place] = []
         sparse: list[Place] = []
         exact: list[Place] = []
@@ -59,7 +60,11 @@ class OasisView:
         self.exact = Rows(exact, waits=True) if exact else None
         if self.dense is not None:
             width = -(-max(self.dense.contexts) // self.size)
-            self.dense_table = kv.residency.slot_of[:, self.dense.index, :width]  # [planes, n, width]
+            table = kv.residency.slot_of[:, self.dense.index, :width]  # [planes, n, width]
+            self.dense_table = table.view(
+                -1, kv.groups * len(self.dense.places), width
+            )  # [layers, G * n, width]
+            self.dense_lens = self.dense.lens.repeat(kv.groups)
         self.counts = np.zeros(4, np.int64)
         self.estimated = 0
         self.closed = False
@@ -68,10 +73,8 @@ class OasisView:
     # --- the model's side --------------------------------------------------------------------------
     def write(self, layer: int, k: Tensor, v: Tensor) -> None:
         kv = self.kv
-        for g in range(kv.groups):
-            heads = kv.heads(g) or slice(None)
-            slots = self.token_slots[layer * kv.groups + g]
-            kv.kernels.write_kv(k[:, heads], v[:, heads], kv.slot_keys, kv.slot_values, slots)
+        k, v = self._split(k), self._split(v)
+        kv.kernels.write_kv(k, v, kv.slot_keys, kv.slot_values, self.token_slots[layer])
 
     def attend(self, layer: int, q: Tensor, scale: float, window: int | None) -> Tensor:
         kv = self.kv
@@ -87,22 +90,35 @@ class OasisView:
         if self.sparse is not None or self.exact is not None:
             kv.coordinator.reached(kv.step, layer)
             kv.flights.land()
-        if kv.groups == 1 and not self.chunks and len(kinds) == 1:  # the usual step: nothing to take apart
+        if not self.chunks and len(kinds) == 1:  # the usual step: nothing to take apart
             return kinds[0][1](kinds[0][0], layer, q, scale, window)
         out = torch.empty_like(q)
-        parts = out.view(len(q), kv.groups, -1, q.shape[-1])  # [T, groups, Hq / groups, D]
-        queries = q.view(parts.shape)
-        for g in range(kv.groups):
-            plane = layer * kv.groups + g
-            for rows, how in kinds:
-                parts[rows.tokens, g] = how(rows, plane, queries[rows.tokens, g], scale, window)
-            for chunk in self.chunks:
-                parts[chunk[2], g] = self._chunk(plane, queries[chunk[2], g], *chunk[:2], scale, window)
+        for rows, how in kinds:
+            out[rows.tokens] = how(rows, layer, q[rows.tokens], scale, window)
+        for seat, row, at in self.chunks:
+            parts = self._split(q[at]).view(kv.groups, row.num_tokens, -1, q.shape[-1])
+            chunk = [
+                self._chunk(layer * kv.groups + g, part, seat, row, scale, window)
+                for g, part in enumerate(parts)
+            ]
+            out[at] = torch.cat(chunk, 1)
         return out
 
-    def _dense(self, rows: Rows, plane: int, q: Tensor, scale: float, window: int | None) -> Tensor:
+    def _split(self, x: Tensor) -> Tensor:
+        """[n, heads, D] -> [G * n, heads / G, D]: head groups are rows of their own, group after group."""
+        groups = self.kv.groups
+        return x if groups == 1 else x.unflatten(1, (groups, -1)).transpose(0, 1).flatten(0, 1)
+
+    def _join(self, x: Tensor) -> Tensor:
+        """The way back."""
+        groups = self.kv.groups
+        return x if groups == 1 else x.unflatten(0, (groups, -1)).transpose(0, 1).flatten(1, 2)
+
+    def _dense(self, rows: Rows, layer: int, q: Tensor, scale: float, window: int | None) -> Tensor:
         """Queries [n, Hq, D] of rows whose request is on the device, over everything."""
-        return self._decode(q, self.dense_table[plane], rows.lens, rows.contexts, scale, window)
+        contexts = rows.contexts * self.kv.groups
+        out = self._decode(self._split(q), self.dense_table[layer], self.dense_lens, contexts, scale, window)
+        return self._join(out)
 
     def _decode(
         self, q: Tensor, table: Tensor, lens: Tensor, contexts: list[int] | None, scale: float,
@@ -143,11 +159,15 @@ class OasisView:
         return merge(*own, *past)[0].to(q.dtype)
 
     # --- sparse decode -----------------------------------------------------------------------------
-    def _exact(self, rows: Rows, plane: int, q: Tensor, scale: float, window: int | None) -> Tensor:
+    def _exact(self, rows: Rows, layer: int, q: Tensor, scale: float, window: int | None) -> Tensor:
         """q [n, Hq, D] over everything: sealed blocks where the host tier has them, others on the device."""
         if window is not None:
-            return self._sparse(rows, plane, q, scale, window)  # forced, and waited for: all that is visible
-        kv, (layer, group) = self.kv, divmod(plane, self.kv.groups)
+            return self._sparse(rows, layer, q, scale, window)  # forced, and waited for: all that is visible
+        parts = self._split(q).view(self.kv.groups, len(q), -1, q.shape[-1])
+        return torch.cat([self._exact_group(rows, layer, g, part, scale) for g, part in enumerate(parts)], 1)
+
+    def _exact_group(self, rows: Rows, layer: int, group: int, q: Tensor, scale: float) -> Tensor:
+        kv, plane = self.kv, layer * self.kv.groups + group
         held = kv.host.in_place(layer, kv.heads(group))
         assert held is not None, "refused at the door"
         decode, before = kv.kernels.paged_decode, (rows.sealed * self.size).int()
@@ -159,131 +179,136 @@ class OasisView:
         own = decode(q, *caches, table, rows.lens - before, scale, None, return_lse=True)
         return merge(own[0].float(), own[1], past[0].float(), past[1])[0].to(q.dtype)
 
-    def _sparse(self, rows: Rows, plane: int, q: Tensor, scale: float, window: int | None) -> Tensor:
+    def _sparse(self, rows: Rows, layer: int, q: Tensor, scale: float, window: int | None) -> Tensor:
         """The shrunk rows' q [n, Hq, D] -> [n, Hq, D], over the best resident blocks of each row's budget."""
         kv, counts = self.kv, self.counts
         pool, options = kv.pool, kv.options
-        x = rows.layout(plane // kv.groups, window, options, self.drafting)
-        mass = x.no_mass if window is not None else self._mass(rows, plane, q, scale, x.no_mass.shape[1])
-        caps = rows.caps[plane]
+        x = rows.layout(layer, window, options, self.drafting)
+        mass = x.no_mass if window is not None else self._mass(rows, layer, q, scale, x.no_mass.shape[2])
+        caps, held = rows.caps[layer], kv.residency.layer_slots[layer]  # [n], [G, P, positions]
         state = (
-            mass, x.rows, kv.residency.slots[plane], kv.residency.ages[plane], caps,
-            pool.free, pool.count, kv.reserve,
+            mass, x.rows, held, kv.residency.layer_ages[layer], caps, pool.free, pool.count, kv.reserve
         )  # fmt: skip
         waits = x.rows[:, select.POLICY] == select.WAIT
         if waits.any():
-            self._room_for(plane, x.rows[waits, select.SEAT], caps[waits])
+            self._room_for(held[:, x.rows[waits, select.SEAT]], caps[waits])
         kv.kernels.choose_now(*state, np.float32(options.repair_threshold), x.wanted, x.asks, counts)
         if counts[select.ASKS]:
-            self._fetch_now(plane, rows, x, mass)
+            self._fetch_now(layer, rows, x, mass)
         for i in np.flatnonzero(waits):
-            if (
-                kv.residency.slots[plane, x.rows[i, select.SEAT], : x.wanted.shape[1]][x.wanted[i]] < 0
-            ).any():
+            if (held[:, x.rows[i, select.SEAT], : mass.shape[2]][x.wanted[:, i]] < 0).any():
                 why = "a KV block could not be fetched, and the miss policy is to wait"
                 kv.failures[rows.seats[i].request.id] = why
         ahead, most = None, np.zeros(len(x.rows), np.int32)
         if window is None and options.predictor != "current":
-            ahead, most = kv.lookahead.ahead(rows, mass), np.where(rows.last, kv.cap, 0).astype(np.int32)
+            ahead = kv.lookahead.ahead(rows, mass)
+            most = np.where(rows.last, kv.cap * kv.groups, 0).astype(np.int32)
         own = x.wanted.copy() if ahead is not None else x.wanted
-        table = np.empty((len(x.rows), x.budget), np.int32)
-        tokens = np.empty(len(x.rows), np.int32)
+        table = np.empty((*mass.shape[:2], x.most), np.int32)
+        tokens = np.empty(mass.shape[:2], np.int32)
         kv.kernels.choose_read(
             *state, kv.step, most, self.size, ahead, x.wanted, x.read, table, tokens, x.asks, counts
         )
-        kv.lookahead.measure(plane, rows, x, own, mass)
+        kv.lookahead.measure(layer, rows, x, own, mass)
         if counts[select.ASKS]:
             masses = mass if ahead is None else ahead
             kv.flights.start(
-                self._tickets(plane, rows, x.asks[:, : counts[select.ASKS]], masses, kv.step + 1)
+                self._tickets(layer, rows, x.asks[:, : counts[select.ASKS]], masses, kv.step + 1)
             )
-        slots, lens = torch.from_numpy(table), torch.from_numpy(tokens)
+        slots, lens = torch.from_numpy(table).flatten(0, 1), torch.from_numpy(tokens).flatten()
         if window is None and (x.rows[:, select.POLICY] == select.ESTIMATE).any():
-            out = self._with_estimates(rows, plane, q, x, slots, lens, scale)
+            out = self._with_estimates(rows, layer, self._split(q), x, slots, lens, scale)
         else:
-            out = self._decode(q, slots, lens, None, scale, window)
+            out = self._decode(self._split(q), slots, lens, None, scale, window)
         audited = options.audit_every and not self.drafting and kv.passes % options.audit_every == 0
         if window is None and audited:
-            self._audit(rows, plane, q, x.read, scale)
-        return out
+            self._audit(rows, layer, q, x.read, scale)
+        return self._join(out)
 
-    def _room_for(self, plane: int, seats: np.ndarray, caps: np.ndarray) -> None:
-        """Free slots for those who insist, up to their caps. A prompt's chunks may hold all that admission
-        counted on: they give way, and read from the host tier."""
-        held = (self.kv.residency.slots[plane, seats] != select.EMPTY).sum(1)
-        need = int((caps - held).clip(min=0).sum())
+    def _room_for(self, held: np.ndarray, caps: np.ndarray) -> None:
+        """Free slots for those who insist, held [G, n, positions], up to their caps [n]. A prompt's chunks
+        may hold all that admission counted on: they give way, and read from the host tier."""
+        need = int((caps - (held != select.EMPTY).sum((0, 2))).clip(min=0).sum())
         if self.kv.pool.num_free < need:
             self.kv.make_room(need)
 
     def _with_estimates(
-        self, rows: Rows, plane: int, q: Tensor, x: Layout, slots: Tensor, lens: Tensor, scale: float
+        self, rows: Rows, layer: int, q: Tensor, x: Layout, slots: Tensor, lens: Tensor, scale: float
     ) -> Tensor:
-        """Attention over what is resident, and over the means of what is wanted and missing."""
-        kv, (layer, group) = self.kv, divmod(plane, self.kv.groups)
+        """q [G * n, Hq / G, D]: attention over what is resident, and over the means of what is wanted and
+        missing."""
+        kv = self.kv
         assert kv.centroids is not None
-        held = kv.residency.slots[plane][x.rows[:, select.SEAT], : x.wanted.shape[1]]
-        missing = x.wanted & (held < 0) & (x.rows[:, select.POLICY] == select.ESTIMATE)[:, None]
-        most = int(missing.sum(1).max())
+        held = kv.residency.layer_slots[layer][:, x.rows[:, select.SEAT], : x.wanted.shape[2]]
+        missing = x.wanted & (held < 0) & (x.rows[:, select.POLICY] == select.ESTIMATE)[:, None]  # [G, n, M]
+        most = int(missing.sum(2).max())
         out, lse = kv.kernels.paged_decode(
             q, kv.slot_keys, kv.slot_values, slots, lens, scale, None, return_lse=True
         )
         if most == 0:
             return out
         self.estimated += int(missing.sum())
-        valid, at = torch.from_numpy(missing.astype(np.int8)).topk(most, 1)  # [n, most]
-        blocks = rows.host_blocks.gather(1, at)
-        heads = kv.heads(group) or slice(0, kv.config.num_kv_heads)
-        extra = kv.centroids.attend(layer, q, blocks, valid > 0, self.size, scale, heads)
-        return merge(out.float(), lse, *extra)[0].to(q.dtype)
+        valid, at = torch.from_numpy(missing.astype(np.int8)).topk(most, 2)  # [G, n, most]
+        extra = []
+        for g, part in enumerate(q.view(kv.groups, -1, *q.shape[1:])):
+            heads = kv.heads(g) or slice(0, kv.config.num_kv_heads)
+            blocks = rows.host_blocks.gather(1, at[g])
+            extra.append(kv.centroids.attend(layer, part, blocks, valid[g] > 0, self.size, scale, heads))
+        means, weights = (torch.cat(e) for e in zip(*extra, strict=True))
+        return merge(out.float(), lse, means, weights)[0].to(q.dtype)
 
-    def _mass(self, rows: Rows, plane: int, q: Tensor, scale: float, width: int) -> np.ndarray:
-        """Estimated attention mass of every sealed block, fp32 [n, M]; 0 for the others."""
-        kv, (layer, group) = self.kv, divmod(plane, self.kv.groups)
+    def _mass(self, rows: Rows, layer: int, q: Tensor, scale: float, width: int) -> np.ndarray:
+        """Estimated attention mass of every sealed block, fp32 [G, n, M]; 0 for the others."""
         table = rows.host_blocks[:, :width]
-        mass = kv.sketches.mass(layer, q, table, rows.sealed, kv.heads(group), scale)
+        mass = self.kv.sketches.mass(layer, q, table, rows.sealed, self.kv.groups, scale)
         return np.ascontiguousarray(mass.numpy())
 
-    def _fetch_now(self, plane: int, rows: Rows, x: Layout, mass: np.ndarray) -> None:
+    def _fetch_now(self, layer: int, rows: Rows, x: Layout, mass: np.ndarray) -> None:
         """Wait until the asked blocks are here."""
         kv, asks = self.kv, x.asks[:, : self.counts[select.ASKS]]
         where = asks[: select.SLOT].T.tolist()
         claimed = asks[:, asks[select.SLOT] != select.NO_SLOT]
-        keys = [self._key(plane, rows.seats[i], m) for i, m in where]
-        kv.flights.start_and_wait(self._tickets(plane, rows, claimed, mass, NOW), keys)
-        for i, m in where:
-            seat = rows.seats[i]
-            if kv.residency.slots[plane, seat.index, m] >= 0:
+        seats = rows.seats
+        keys = [(seats[i].request.id, seats[i].generation, layer, g, m) for g, i, m in where]
+        kv.flights.start_and_wait(self._tickets(layer, rows, claimed, mass, NOW), keys)
+        for g, i, m in where:
+            if kv.residency.layer_slots[layer, g, seats[i].index, m] >= 0:
                 kv.stats.fetched_now += 1
-                continue
-            self.counts[select.SKIPPED] += 1
+            else:
+                self.counts[select.SKIPPED] += 1
 
-    def _tickets(self, plane: int, rows: Rows, asks: np.ndarray, mass: np.ndarray, step: int) -> list[Ticket]:
-        """asks int32 [3, k] with slots claimed (see select.py) -> their tickets."""
-        (layer, group), size = divmod(plane, self.kv.groups), self.kv.slot_bytes
-        masses = mass[asks[select.ROW], asks[select.POSITION]].tolist()
+    def _tickets(self, layer: int, rows: Rows, asks: np.ndarray, mass: np.ndarray, step: int) -> list[Ticket]:
+        """asks int32 [4, k] with slots claimed (see select.py) -> their tickets."""
+        size = self.kv.slot_bytes
+        masses = mass[*asks[: select.SLOT]].tolist()
         tickets = []
-        for i, m, slot, heavy in zip(*asks.tolist(), masses, strict=True):
+        for g, i, m, slot, heavy in zip(*asks.tolist(), masses, strict=True):
             request, generation = rows.seats[i].request, rows.seats[i].generation
             host = request.block_table[m]
-            tickets.append(Ticket(request.id, generation, layer, group, m, host, slot, size, step, heavy))
+            tickets.append(Ticket(request.id, generation, layer, g, m, host, slot, size, step, heavy))
         return tickets
 
-    def _key(self, plane: int, seat: Seat, position: int) -> Key:
-        return (seat.request.id, seat.generation, *divmod(plane, self.kv.groups), position)
-
-    def _audit(self, rows: Rows, plane: int, q: Tensor, read: np.ndarray, scale: float) -> None:
+    def _audit(self, rows: Rows, layer: int, q: Tensor, read: np.ndarray, scale: float) -> None:
         """True mass recall of a quarter of the layers, in turn; a request below --audit-recall gets more."""
-        kv, (layer, group) = self.kv, divmod(plane, self.kv.groups)
+        kv = self.kv
         if (kv.passes // kv.options.audit_every + layer) % 4:
             return
+        shape = (-1, kv.slot_keys.shape[1], kv.config.num_kv_heads, kv.slot_keys.shape[3])
         for i, seat in enumerate(rows.seats):
             blocks = torch.tensor(seat.request.block_table[: seat.sealed])
-            keys = torch.empty((len(blocks), *kv.slot_keys.shape[1:]), dtype=kv.slot_keys.dtype)
-            kv.host.load(layer, blocks, keys, torch.empty_like(keys), kv.heads(group))
-            newest = kv.residency.slot_of[plane, seat.index, seat.sealed : -(-rows.contexts[i] // self.size)]
-            seen = torch.cat((keys, kv.slot_keys[newest.long()])).flatten(0, 1)[: rows.contexts[i]]
-            chosen = torch.from_numpy(np.flatnonzero(read[i]))
-            recall = mass_recall(q[i], seen, self.size, chosen, scale)
+            keys = torch.empty((len(blocks), *shape[1:]), dtype=kv.slot_keys.dtype)
+            kv.host.load(layer, blocks, keys, torch.empty_like(keys))
+            newest = slice(seat.sealed, -(-rows.contexts[i] // self.size))
+            planes = slice(layer * kv.groups, (layer + 1) * kv.groups)
+            slots = kv.residency.slot_of[planes, seat.index, newest].long()  # [G, newest]
+            own = torch.cat(tuple(kv.slot_keys[slots]), 2)  # [newest, B, H, D]
+            seen = torch.cat((keys, own)).flatten(0, 1)[: rows.contexts[i]]
+            parts = zip(q[i].chunk(kv.groups), seen.chunk(kv.groups, 1), read[:, i], strict=True)
+            each = [
+                mass_recall(query, part, self.size, torch.from_numpy(np.flatnonzero(chosen)), scale)
+                for query, part, chosen in parts
+            ]
+            recall = sum(each) / len(each)
             kv.stats.recall_sum += recall
             kv.stats.recall_count += 1
             if recall < kv.options.audit_recall:

@@ -55,14 +55,17 @@ class Residency:
     """Tables over [planes, seats, positions]; a running request has a seat.
 
     slot_of: int32, the slot of a block, EMPTY or FLYING. used_at: int32, the step that last selected it.
+    Plane l * groups + g is head group g of layer l.
     """
 
-    def __init__(self, pool: SlotPool, planes: int, seats: int, max_blocks: int) -> None:
+    def __init__(self, pool: SlotPool, planes: int, seats: int, max_blocks: int, groups: int = 1) -> None:
         self.pool = pool
-        self.planes = planes
+        self.planes, self.groups = planes, groups
         self.slot_of = torch.full((planes, seats, max_blocks), EMPTY, dtype=torch.int32)
         self.used_at = torch.zeros((planes, seats, max_blocks), dtype=torch.int32)
         self.slots, self.ages = self.slot_of.numpy(), self.used_at.numpy()  # the same memory
+        shape = planes // groups, groups, seats, max_blocks
+        self.layer_slots, self.layer_ages = self.slots.reshape(shape), self.ages.reshape(shape)  # and here
         self._seats = list(range(seats - 1, -1, -1))
 
     def sit(self) -> int:
@@ -88,14 +91,16 @@ class Residency:
         return int((self.slot_of[:, seat] >= 0).sum())
 
     def trim(self, seat: int, caps: Tensor, keep_first: int, keep_last: int, end: int) -> None:
-        """Evict down to caps [planes] blocks per plane, least recently selected first.
+        """Evict down to caps [layers] slots per layer, in all its groups, least recently selected first.
 
         The first `keep_first` and last `keep_last` of the `end` positions stay: they are always read.
         """
         table, used = self.slot_of[:, seat, :end], self.used_at[:, seat, :end]  # [planes, end]
         here = table >= 0
-        held = here | (table == FLYING)  # what is on its way will need its place
-        excess = (held.sum(1) - caps).clamp(min=0)  # [planes]
+        held = (here | (table == FLYING)).view(
+            -1, self.groups * end
+        )  # what is on its way will need its place
+        excess = (held.sum(1) - caps).clamp(min=0)  # [layers]
         most = int(excess.max())
         if most == 0:
             return
@@ -104,10 +109,12 @@ class Residency:
         evictable[:, max(end - keep_last, 0) :] = False
         # Among equals the older position goes first: after a prefill the newest blocks stay.
         age = (used.long() * (end + 1) + torch.arange(end)).masked_fill(~evictable, 2**62)
-        order = age.topk(min(most, end), dim=1, largest=False)
+        age = age.view(held.shape)  # [layers, groups * end]
+        order = age.topk(min(most, age.shape[1]), dim=1, largest=False)
         gone = (torch.arange(order.indices.shape[1]) < excess[:, None]) & (order.values < 2**62)
-        planes, columns = gone.nonzero(as_tuple=True)
-        positions = order.indices[planes, columns]
+        layers, columns = gone.nonzero(as_tuple=True)
+        chosen = order.indices[layers, columns]
+        planes, positions = layers * self.groups + chosen // end, chosen % end
         self.pool.give(table[planes, positions].tolist())
         table[planes, positions] = EMPTY
 

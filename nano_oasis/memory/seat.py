@@ -20,8 +20,8 @@ class Seat:
     request: Request
     index: int  # in the residency tables
     generation: int
-    budget: int  # blocks attention reads per layer once shrunk, tail included
-    caps: torch.Tensor  # [planes] blocks it may hold once shrunk
+    budget: int  # blocks attention reads per layer and head group once shrunk, tail included
+    caps: torch.Tensor  # [layers] slots it may hold once shrunk, in all head groups
     floor: int  # slots it may always hold
     dense: bool = True  # everything is resident: attention reads it all and is exact
     cold: bool = False  # just shrunk: the next decode step fetches what it wants and waits
@@ -30,7 +30,7 @@ class Seat:
     draft_chance: float = 0.5  # how often its drafts were right lately
     looks_ahead: bool = True  # whether its drafts' queries foretell better than its own
     agreement: dict[str, float] = field(default_factory=dict)  # by predictor, lately; see lookahead.py
-    foretold: dict[int, dict[str, np.ndarray]] = field(default_factory=dict)  # by plane and predictor
+    foretold: dict[int, dict[str, np.ndarray]] = field(default_factory=dict)  # by layer and predictor
 
 
 @dataclass

@@ -22,6 +22,7 @@ from nano_oasis.kernels.reference_sketch import (
     by_head,
     columns,
     fourbit_gathered_logits,
+    group_means,
     nearest,
     pack,
     product,
@@ -88,11 +89,10 @@ class Selector(ABC):
         return _mass(self.logits_at(q.float() * scale, slabs, table, counts, heads), count)
 
     def mass_at(
-        self, q: Tensor, slabs: Sketch, table: Tensor, counts: Tensor, scale: float,
-        heads: slice = slice(None),
-    ) -> Tensor:  # fmt: skip
-        """score_at with one choice that all of `heads` share -> fp32 [R, M]."""
-        return self.score_at(q, slabs, table, counts, scale, heads).mean(1)
+        self, q: Tensor, slabs: Sketch, table: Tensor, counts: Tensor, scale: float, groups: int = 1
+    ) -> Tensor:
+        """score_at for choices that the KV heads make in `groups` groups -> fp32 [groups, R, M]."""
+        return group_means(self.score_at(q, slabs, table, counts, scale), groups)
 
 
 def _mass(logits: Tensor, heads: int) -> Tensor:
@@ -220,11 +220,10 @@ class FourBit(Selector):
         return score(q, slabs["codes"], slabs["base"], slabs["step"], table, counts, heads)
 
     def mass_at(
-        self, q: Tensor, slabs: Sketch, table: Tensor, counts: Tensor, scale: float,
-        heads: slice = slice(None),
-    ) -> Tensor:  # fmt: skip
+        self, q: Tensor, slabs: Sketch, table: Tensor, counts: Tensor, scale: float, groups: int = 1
+    ) -> Tensor:
         mass, parts = select_oasis_kernels(q.device.type).fourbit_mass, ("codes", "base", "step")
-        return mass(q, *(slabs[x] for x in parts), table, counts, scale, heads)
+        return mass(q, *(slabs[x] for x in parts), table, counts, scale, groups)
 
     def bytes_per_block(self, block_size: int, heads: int, head_dim: int) -> int:
         return heads * block_size * (head_dim // 2 + 4)

@@ -29,12 +29,10 @@ class SketchSlabs:
                 slabs[name] = torch.empty(shape, dtype=part.dtype, device=part.device)
             slabs[name][blocks] = part
 
-    def mass(
-        self, layer: int, q: Tensor, table: Tensor, sealed: Tensor, heads: slice | None, scale: float
-    ) -> Tensor:
-        """Estimated attention mass of every block of each row, [n, M] fp32, one choice for all `heads`.
+    def mass(self, layer: int, q: Tensor, table: Tensor, sealed: Tensor, groups: int, scale: float) -> Tensor:
+        """Estimated attention mass of every block of each row, [groups, n, M] fp32; each group of KV heads
+        chooses.
 
         q [n, Hq, D]; table [n, M] int64 host blocks; sealed [n]: leading blocks that count, others get 0.
         """
-        part = heads or slice(None)
-        return self.selector.mass_at(q, self.slabs[layer], table, sealed, scale, part)
+        return self.selector.mass_at(q, self.slabs[layer], table, sealed, scale, groups)
