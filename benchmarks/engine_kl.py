@@ -90,7 +90,7 @@ class Bench:
         heads = c.num_kv_heads // options.head_groups
         shape = (slots, options.block_size, heads, c.head_dim)
         keys, values = torch.empty(shape), torch.empty(shape)
-        mover, a = BlockMover(self.host, keys, values, options.head_groups), self.args
+        mover, a = BlockMover(self.host, keys, values), self.args
         link: Link = MemcpyLink(mover)
         if a.bandwidth:
             link = SimulatedLink(mover, bandwidth=a.bandwidth, latency_s=a.latency, lanes=2)

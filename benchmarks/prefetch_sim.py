@@ -16,8 +16,9 @@ import time
 from dataclasses import dataclass
 
 from nano_oasis.memory.clock import VirtualClock
-from nano_oasis.memory.coordinator import PrefetchCoordinator, admission_cap
+from nano_oasis.memory.coordinator import PrefetchCoordinator
 from nano_oasis.memory.link import SimulatedLink
+from nano_oasis.memory.link_rate import admission_cap
 from nano_oasis.memory.tickets import NOW, Ticket
 
 LAYERS = 32

@@ -98,7 +98,7 @@ def _make_oasis(
         )
     except HostTierError as error:
         raise ConfigError(f"host tier: {error}") from error
-    coordinator = PrefetchCoordinator(MemcpyLink(BlockMover(host, keys, values, config.head_groups)))
+    coordinator = PrefetchCoordinator(MemcpyLink(BlockMover(host, keys, values)))
     stage = Stage(_STAGE_BLOCKS, config.block_size, heads, model.head_dim, dtype, device)
     sketches = SketchSlabs(make_selector(config.selector), host_blocks, model.num_layers)
     kernels = select_kernels(device, dtype)

@@ -66,7 +66,7 @@ def oasis_engine(model, num_slots, host_blocks=400, link=None, draft=None, draft
     heads = c.num_kv_heads // options.head_groups
     keys, values = (torch.full((num_slots, B, heads, c.head_dim), torch.nan) for _ in range(2))
     host = HostTier.create(c, host_blocks, B, torch.float32)
-    mover = BlockMover(host, keys, values, options.head_groups)
+    mover = BlockMover(host, keys, values)
     coordinator = (
         PrefetchCoordinator(link(mover), clock=VirtualClock())
         if link

@@ -64,13 +64,17 @@ class FakeHost:
     def fresh(self, *shape: int) -> torch.Tensor:
         return torch.randn(*shape, SIZE, HEADS, DIM, generator=self.random)
 
-    def load_into(self, layer, blocks, slots, slot_keys, slot_values, heads=None):
+    def load_groups(self, layer, blocks, groups, slots, slot_keys, slot_values):
         self.batches.append((layer, blocks.tolist()))
         if self.broken.intersection(blocks.tolist()):
             raise OSError(f"cannot read one of the blocks {blocks.tolist()}")
-        part = heads or slice(None)
-        slot_keys.index_copy_(0, slots, self.keys[layer, blocks][:, :, part])
-        slot_values.index_copy_(0, slots, self.values[layer, blocks][:, :, part])
+        size = slot_keys.shape[2]
+        for block, group, slot in zip(blocks.tolist(), groups.tolist(), slots.tolist(), strict=True):
+            heads = slice(group * size, (group + 1) * size)
+            slot_keys[slot], slot_values[slot] = (
+                self.keys[layer, block][:, heads],
+                self.values[layer, block][:, heads],
+            )
 
 
 class World:
@@ -96,7 +100,7 @@ class World:
 class GateLink:
     """A copy ends when the test opens its layer's gate, and not before. For the virtual clock."""
 
-    copy_here = None
+    copy_here = copy_blocks = None
 
     def __init__(self, move: BlockMover | None = None, lanes: int = 1) -> None:
         self.lanes, self.move = lanes, move

@@ -17,8 +17,9 @@ from prefetch_fakes import (
 )
 
 from nano_oasis.memory.clock import RealClock, VirtualClock
-from nano_oasis.memory.coordinator import PrefetchCoordinator, admission_cap
+from nano_oasis.memory.coordinator import PrefetchCoordinator
 from nano_oasis.memory.link import SimulatedLink
+from nano_oasis.memory.link_rate import admission_cap
 from nano_oasis.memory.tickets import NOW, State
 
 SECOND = NBYTES  # a wire of this bandwidth takes one second per block

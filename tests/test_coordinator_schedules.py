@@ -215,14 +215,14 @@ def test_any_schedule_on_real_threads(seed):
 def test_index_tensors_of_a_batch_are_never_rewritten():
     """B043: what a slow copy was given stays as it was, however many batches are made after it."""
     world, kept = World(0, SLOTS), []
-    load = world.host.load_into
+    load = world.host.load_groups
 
-    def slow_load(layer, blocks, slots, *rest, **more):
+    def slow_load(layer, blocks, groups, slots, *rest):
         kept.append((blocks, slots, blocks.clone(), slots.clone()))
         time.sleep(2e-4)
-        load(layer, blocks, slots, *rest, **more)
+        load(layer, blocks, groups, slots, *rest)
 
-    world.host.load_into = slow_load
+    world.host.load_groups = slow_load
     coordinator = PrefetchCoordinator(MemcpyLink(world.move, lanes=2), batch_bytes=4 * NBYTES)
     coordinator.start()
     for round_ in range(100):

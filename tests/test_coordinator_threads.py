@@ -3,6 +3,7 @@
 import threading
 import time
 
+import numpy as np
 import pytest
 from prefetch_fakes import (
     HELD,
@@ -166,3 +167,22 @@ def test_stop_right_after_start_and_without_work():
         coordinator.stop(timeout_s=20)
         with pytest.raises(RuntimeError, match="is stopped"):
             coordinator.submit([make_ticket()])
+
+
+@watchdog()
+def test_copying_at_once_needs_no_tickets_and_says_when_it_cannot():
+    world = World()
+    coordinator, _ = make_coordinator(MemcpyLink(world.move), RealClock())
+    what = [np.array(x) for x in ([4, 2], [0, 0], [7, 1])]
+    assert coordinator.copy_now(3, *what, NBYTES)
+    moved = [make_ticket(7, layer=3, host_block=4), make_ticket(1, layer=3, host_block=2)]
+    assert all(world.holds(t) for t in moved) and coordinator.in_flight() == 0
+    stats = coordinator.stats
+    assert (stats.completed, stats.bytes) == (2, 2 * NBYTES) and stats.exposed_s > 0 and stats.bandwidth > 0
+    world.host.broken = {2}
+    assert not coordinator.copy_now(3, *what, NBYTES) and coordinator.stats.completed == 2
+    coordinator.stop()
+    world.host.broken = set()
+    assert not coordinator.copy_now(3, *what, NBYTES)
+    wire, _ = make_coordinator(SimulatedLink(world.move, bandwidth=1e9))
+    assert not wire.copy_now(3, *what, NBYTES)  # a wire takes its time

@@ -12,7 +12,16 @@ import torch
 from kernel_cases import DECODE, SCALE, TOLERANCE, Case, build, dense
 
 pytest.importorskip("numba", reason="the compiled CPU kernels need numba")
-from nano_oasis.kernels import cpu_decode, cpu_sketch, reference, select_kernels, simd, simd_codes
+from nano_oasis.kernels import (
+    cpu_decode,
+    cpu_gather,
+    cpu_sketch,
+    reference,
+    reference_blocks,
+    select_kernels,
+    simd,
+    simd_codes,
+)
 from nano_oasis.memory.sketch import FourBit, Selector
 
 NEAR = TOLERANCE[torch.float32]
@@ -299,3 +308,21 @@ def test_a_cache_that_cannot_be_written_is_no_failure(tmp_path) -> None:
         env={"NUMBA_CACHE_DIR": str(blocked / "cache"), "PATH": ""},
     )  # fmt: skip
     assert done.stdout.strip() == "2", done.stderr
+
+
+# --- moving blocks --------------------------------------------------------------------------------------
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int8])
+@pytest.mark.parametrize("size", [1, 2, 4])
+def test_head_groups_of_blocks_reach_their_slots_and_no_others(dtype: torch.dtype, size: int) -> None:
+    source = (torch.randn(2, 9, 16, 4, 24) * 50).to(dtype)
+    blocks, slots = torch.tensor([5, 6, 7, 0, 5, 8]), torch.tensor([3, 4, 10, 0, 7, 8])
+    groups = torch.tensor([0, 1, 1, 3, 2, 0]) % (4 // size)
+    pool = torch.full((2, 11, 16, size, 24), 7, dtype=dtype)
+    want = pool.clone()
+    for b, g, s in zip(blocks, groups, slots, strict=True):
+        want[:, s] = source[:, b, :, g * size : (g + 1) * size]
+    assert cpu_gather.supports(source, pool)
+    for gather in (cpu_gather.gather_groups, reference_blocks.gather_groups):
+        got = torch.full_like(pool, 7)
+        gather(*source, *got, blocks, groups, slots)
+        assert torch.equal(got, want)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 import torch
 
@@ -33,6 +34,11 @@ class Told:
     def wait(self, tickets, timeout_s):
         for ticket in tickets:
             ticket.state = self.ends
+
+    def copy_now(self, layer, blocks, groups, slots, nbytes):
+        if isinstance(self.ends, BaseException):
+            raise self.ends
+        return self.ends is State.COMPLETED
 
     def completed(self):
         done = [t for t in self.taken if t.finished]
@@ -118,3 +124,24 @@ def test_tickets_of_a_request_that_left_free_their_slots(world, comes_back: bool
     assert len(f) == 0 and world.pool.num_free == 40
     assert place(world, 4) == place(world, 5) == EMPTY
     world.residency.check(0)
+
+
+@pytest.mark.parametrize("ends", [State.COMPLETED, State.FAILED, KeyboardInterrupt()], ids=str)
+def test_what_is_brought_at_once(world, ends) -> None:
+    """There: published. Not there: still claimed, for tickets. Interrupted: the slots are free again."""
+    f = flights(world, Told(ends=ends))
+    tickets = [ticket(world, p) for p in (4, 5)]
+    slots = np.array([t.slot for t in tickets], np.int32)
+    zero = np.zeros(2, np.int32)
+    where = zero, zero + world.seat.index, np.array([4, 5])
+    f.step = 9
+    if isinstance(ends, KeyboardInterrupt):
+        with pytest.raises(KeyboardInterrupt):
+            f.bring(1, *where, np.array([104, 105]), slots, 10)
+        assert place(world, 4) == place(world, 5) == EMPTY and world.pool.num_free == 40
+    else:
+        there = f.bring(1, *where, np.array([104, 105]), slots, 10)
+        assert there == (ends is State.COMPLETED)
+        assert [place(world, p) for p in (4, 5)] == (slots.tolist() if there else [FLYING, FLYING])
+        assert (world.residency.ages[1, world.seat.index, 4] == 9) == there
+    world.residency.check(2 if ends is State.FAILED else 0)

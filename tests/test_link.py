@@ -49,7 +49,7 @@ def test_memcpy_link_copies_keys_and_values_of_the_right_blocks():
 def test_head_groups_take_their_own_heads():
     world = World()
     keys, values = torch.full((2, 8, 2, 1, 4), POISON).unbind(0)  # slots of one head each
-    move = BlockMover(world.host, keys, values, head_groups=2)
+    move = BlockMover(world.host, keys, values)
     move(2, [make_ticket(0, layer=2, group=0), make_ticket(5, layer=2, group=1)])
     assert torch.equal(keys[0], world.host.keys[2, 0][:, :1])
     assert torch.equal(keys[5], world.host.keys[2, 5][:, 1:])

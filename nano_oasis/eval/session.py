@@ -157,9 +157,7 @@ class Session:
         slots = self._slots_at_caps(options, tier, sketches, requests, max_len, heads)
         shape = (slots, setting.block, heads, c.head_dim)
         keys, values = (torch.empty(shape, dtype=self.decoder.dtype) for _ in range(2))
-        coordinator = PrefetchCoordinator(
-            MemcpyLink(BlockMover(tier.host, keys, values, setting.head_groups))
-        )
+        coordinator = PrefetchCoordinator(MemcpyLink(BlockMover(tier.host, keys, values)))
         kv = self._store(options, tier, keys, values, sketches, coordinator, max_len)
         self._fill_centroids(kv, tier)
         coordinator.start()
@@ -192,7 +190,7 @@ class Session:
         most = c.num_layers * options.head_groups * (len(requests) + 2) * (max_len // options.block_size + 2)
         shape = (1, options.block_size, heads, c.head_dim)
         nothing = torch.empty(shape, dtype=self.decoder.dtype).expand(most, *shape[1:])
-        link = MemcpyLink(BlockMover(tier.host, nothing, nothing, options.head_groups))
+        link = MemcpyLink(BlockMover(tier.host, nothing, nothing))
         kv = self._store(options, tier, nothing, nothing, sketches, PrefetchCoordinator(link), max_len)
         for request in requests:
             if not kv.admit(request):

@@ -110,6 +110,7 @@ class OasisKernels:
     fourbit_mass: Callable[..., Tensor]
     top_blocks: Callable[..., Tensor]
     gather_blocks: Callable[..., None]
+    gather_groups: Callable[..., None]
     quantise: Callable[[Tensor, int], tuple[Tensor, Tensor]]
     dequantise: Callable[[Tensor, Tensor, Tensor], None]
 
@@ -123,7 +124,8 @@ def select_oasis_kernels(kind: str) -> OasisKernels:
     if kind == "cpu":
         return OasisKernels(
             "torch", reference_sketch.fourbit_build, _cpu_logits, _cpu_mass, reference_sketch.top_blocks,
-            reference_blocks.gather_blocks, reference_blocks.quantise, reference_blocks.dequantise,
+            reference_blocks.gather_blocks, _cpu_gather_groups, reference_blocks.quantise,
+            reference_blocks.dequantise,
         )  # fmt: skip
     if kind != "cuda":
         raise ValueError(f"no oasis kernels for device {kind!r}; use 'cpu' or 'cuda'")
@@ -135,8 +137,9 @@ def select_oasis_kernels(kind: str) -> OasisKernels:
     except ImportError as error:
         raise ValueError(f"device {kind!r} needs Triton (pip install triton): {error}") from error
     return OasisKernels(
-        "triton", fourbit_build, fourbit_logits, fourbit_mass, top_blocks, gather_blocks, quantise, dequantise
-    )
+        "triton", fourbit_build, fourbit_logits, fourbit_mass, top_blocks, gather_blocks,
+        reference_blocks.gather_groups, quantise, dequantise,
+    )  # fmt: skip
 
 
 def _cpu_sketch(q: Tensor, codes: Tensor) -> Any:
@@ -152,6 +155,16 @@ def _cpu_sketch(q: Tensor, codes: Tensor) -> Any:
 def _cpu_logits(q: Tensor, codes: Tensor, *rest: Any) -> Tensor:
     out: Tensor = _cpu_sketch(q, codes).fourbit_logits(q, codes, *rest)
     return out
+
+
+def _cpu_gather_groups(host_keys: Tensor, host_values: Tensor, slot_keys: Tensor, *rest: Tensor) -> None:
+    gather = reference_blocks.gather_groups
+    if numba_works():
+        from nano_oasis.kernels import cpu_gather
+
+        if cpu_gather.supports(host_keys, slot_keys):
+            gather = cpu_gather.gather_groups
+    gather(host_keys, host_values, slot_keys, *rest)
 
 
 def _cpu_mass(q: Tensor, codes: Tensor, *rest: Any) -> Tensor:

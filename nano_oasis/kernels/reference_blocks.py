@@ -1,8 +1,8 @@
 """Moving and encoding whole blocks in plain torch: the oracle of the Triton kernels, and what runs on CPU.
 
-Owns: the meaning of gather_blocks, quantise and dequantise. Must not know: requests, tickets, where the
-host keeps its blocks, Triton. Letters in shapes: N blocks in host memory, S slots, n blocks that move,
-B tokens per block, H KV heads, D head size.
+Owns: the meaning of gather_blocks, gather_groups, quantise and dequantise. Must not know: requests, tickets,
+where the host keeps its blocks, Triton. Letters in shapes: N blocks in host memory, S slots, n blocks that
+move, B tokens per block, H KV heads, D head size.
 """
 
 from __future__ import annotations
@@ -37,6 +37,22 @@ def gather_blocks(
             n = end - start
             piece = source[ids[start] : ids[start] + n]
             target[to[start] : to[start] + n].copy_(piece, non_blocking=True)
+
+
+def gather_groups(
+    host_keys: Tensor, host_values: Tensor, slot_keys: Tensor, slot_values: Tensor, blocks: Tensor,
+    groups: Tensor, slots: Tensor,
+) -> None:  # fmt: skip
+    """Head group groups[i] of block blocks[i] of host memory -> slot slots[i], keys and values.
+
+    As gather_blocks, with host_keys, host_values [N, B, H, D] and slots of Hg heads [S, B, Hg, D]; group g
+    has heads [g * Hg, (g + 1) * Hg). groups [n] int64.
+    """
+    size = slot_keys.shape[2]
+    for group in groups.unique().tolist():
+        heads, own = slice(group * size, (group + 1) * size), groups == group
+        parts = host_keys[:, :, heads], host_values[:, :, heads]
+        gather_blocks(*parts, slot_keys, slot_values, blocks[own], slots[own])
 
 
 def runs(ids: Sequence[int], also: Sequence[int] | None = None) -> Iterator[tuple[int, int]]:

@@ -14,13 +14,15 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import logging
-import math
 import threading
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import numpy as np
+
 from nano_oasis.memory.clock import Clock, RealClock
 from nano_oasis.memory.link import Link
+from nano_oasis.memory.link_rate import Meter
 from nano_oasis.memory.tickets import NOW, Deadline, State, Ticket, TicketBook
 
 log = logging.getLogger(__name__)
@@ -41,24 +43,6 @@ class PrefetchStats:
     bytes: int = 0  # of completed tickets
     exposed_s: float = 0.0  # the step thread stood still for so long in wait()
     bandwidth: float = 0.0  # bytes per second while the link is busy, over the last 50 batches or so
-
-
-def admission_cap(
-    step_s: float, bandwidth: float, bytes_per_block: int, layers: int, rows: int, headroom: float = 0.3
-) -> int:
-    """Blocks that each row may fetch per layer and step without the step ever waiting for the link.
-
-    step_s: a step's seconds; bandwidth: measured bytes per second; bytes_per_block: keys and values of one
-    block in one layer. The share `headroom` of the link is left for repairs and for copies that run late.
-    0 means that the link cannot bring every row a block: ask again with rows=1 and share the result out.
-    """
-    if bytes_per_block < 1 or layers < 1 or rows < 1 or not 0 <= headroom < 1:
-        raise ValueError(
-            f"bytes_per_block {bytes_per_block}, layers {layers} and rows {rows} must be at least 1, "
-            f"headroom {headroom} from 0 to below 1"
-        )
-    budget = (1 - headroom) * max(step_s, 0.0) * max(bandwidth, 0.0)
-    return math.floor(budget / (bytes_per_block * layers * rows))
 
 
 class PrefetchCoordinator:
@@ -84,7 +68,7 @@ class PrefetchCoordinator:
         self._book = TicketBook(max_tickets, max_bytes)
         self._batch_bytes = batch_bytes
         self._stats = PrefetchStats()
-        self._meter = _Meter(expected_bandwidth)
+        self._meter = Meter(expected_bandwidth)
         self._reached: Deadline = (-1, -1)
         self._state = "not started"  # -> running -> stopped, or dead
         self._changed = threading.Condition()  # guards everything above
@@ -165,6 +149,35 @@ class PrefetchCoordinator:
         with self._changed:
             self._stats.exposed_s += exposed
         return exposed
+
+    def copy_now(
+        self, layer: int, blocks: np.ndarray, groups: np.ndarray, slots: np.ndarray, nbytes: int
+    ) -> bool:
+        """Bring blocks for one who would only wait for them, at once and on this thread: no tickets.
+
+        int [n] host blocks, head groups and slots that are the caller's; nbytes of each. False if that
+        cannot be, or went wrong: nothing may be read then, and tickets for them find out which block it was.
+        """
+        copy = self._link.copy_blocks
+        if copy is None or self._state != "running":
+            return False
+        start, done = self._clock.now(), 0
+        self._begin()
+        try:
+            copy(layer, blocks, groups, slots)
+            done = len(slots)
+        except Exception as failure:
+            log.debug("a copy of %d blocks of layer %d failed: %s", len(slots), layer, failure)
+        finally:
+            with self._changed:
+                end = self._clock.now()
+                self._meter.end(end, done * nbytes)
+                self._stats.submitted += done
+                self._stats.enqueued += done
+                self._stats.completed += done
+                self._stats.bytes += done * nbytes
+                self._stats.exposed_s += end - start
+        return done > 0
 
     def cancel(self, request_id: int) -> None:
         """End a request's tickets that the link does not have yet. The others end normally."""
@@ -304,33 +317,3 @@ class PrefetchCoordinator:
             self._book.finish(left, f"the prefetch coordinator is {self._state}")
             self._stats.failed += len(left)
             self._clock.notify(self._changed)
-
-
-class _Meter:
-    """Bandwidth while busy: decayed bytes over decayed seconds with at least one copy under way."""
-
-    def __init__(self, expected: float) -> None:
-        self._expected = expected
-        self._seconds = 0.0
-        self._bytes = 0.0
-        self._active = 0
-        self._mark = 0.0
-
-    def begin(self, now: float) -> None:
-        self._count(now, 0)
-        self._active += 1
-
-    def end(self, now: float, size: int) -> None:
-        self._count(now, size)
-        self._active -= 1
-
-    def _count(self, now: float, size: int) -> None:
-        if self._active:
-            decay = 0.98 if size else 1.0
-            self._seconds = self._seconds * decay + now - self._mark
-            self._bytes = self._bytes * decay + size
-        self._mark = now
-
-    @property
-    def bandwidth(self) -> float:
-        return self._bytes / self._seconds if self._bytes and self._seconds else self._expected

@@ -9,6 +9,8 @@ from __future__ import annotations
 import time
 from collections.abc import Mapping, Sequence
 
+import numpy as np
+
 from nano_oasis.memory.coordinator import PrefetchCoordinator
 from nano_oasis.memory.residency import EMPTY, Residency
 from nano_oasis.memory.seat import Seat
@@ -61,6 +63,22 @@ class Flights:
             self.land()
             if not tickets or time.monotonic() > end:
                 return self._drop(tickets)
+
+    def bring(
+        self, layer: int, groups: np.ndarray, seats: np.ndarray, positions: np.ndarray, blocks: np.ndarray,
+        slots: np.ndarray, nbytes: int,
+    ) -> bool:  # fmt: skip
+        """Copy into claimed slots here and now, and publish; int [n] each. False: it takes tickets."""
+        try:
+            done = self.coordinator.copy_now(layer, blocks, groups, slots, nbytes)
+        except BaseException:  # Ctrl-C: they belong to nobody
+            self.residency.layer_slots[layer, groups, seats, positions] = EMPTY
+            self.residency.pool.give(slots.tolist())
+            raise
+        if done:
+            self.residency.layer_slots[layer, groups, seats, positions] = slots
+            self.residency.layer_ages[layer, groups, seats, positions] = self.step
+        return done
 
     def wait_for_all(self) -> None:
         self.flush()

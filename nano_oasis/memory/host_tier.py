@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from nano_oasis.config import ModelConfig, format_bytes
+from nano_oasis.kernels.dispatch import select_oasis_kernels
 from nano_oasis.kernels.reference_blocks import copy_rows, gather_blocks, runs
 from nano_oasis.memory.formats import DTYPES, KEYS, VALUES, Format, HostTierError, make_format, part_bytes
 from nano_oasis.memory.host_file import HEADER_BYTES, HostFile
@@ -173,6 +174,32 @@ class HostTier:
                     copy_rows(decoded, range(len(decoded)), pool, slot_ids[part])
                 else:
                     pool.index_copy_(0, slots[part].to(pool.device), decoded)
+
+    def load_groups(
+        self,
+        layer: int,
+        blocks: Tensor,
+        groups: Tensor,
+        slots: Tensor,
+        slot_keys: Tensor,
+        slot_values: Tensor,
+    ) -> None:
+        """Head group groups[i] of block blocks[i] -> slots[i]: load_into for slots of different groups.
+
+        A group is as many heads as a slot has; group g begins at head g * Hg.
+        """
+        size = slot_keys.shape[2]
+        parts = self._parts(KEYS, layer, None), self._parts(VALUES, layer, None)
+        if len(parts[0]) == 1 and slot_keys.device.type == "cpu":
+            self._ids(blocks)
+            for pool in (slot_keys, slot_values):
+                self._check("slots to load into", pool, (len(pool), self.block_size, *pool.shape[2:]))
+            gather = select_oasis_kernels("cpu").gather_groups
+            gather(parts[0][0], parts[1][0], slot_keys, slot_values, blocks, groups, slots)
+            return
+        for group in groups.unique().tolist():
+            own, heads = groups == group, slice(group * size, (group + 1) * size)
+            self.load_into(layer, blocks[own], slots[own], slot_keys, slot_values, heads)
 
     def _parts(self, axis: int, layer: int, heads: slice | None) -> list[Tensor]:
         """What the format keeps of one layer's keys or values: [N, b, Hg, d] per part, views of the slabs."""

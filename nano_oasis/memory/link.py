@@ -12,12 +12,14 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, Protocol
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from nano_oasis.memory.tickets import Ticket
 
 Move = Callable[[int, Sequence[Ticket]], None]
+Blocks = Callable[[int, np.ndarray, np.ndarray, np.ndarray], None]
 
 
 class LinkError(Exception):
@@ -32,6 +34,10 @@ class Link(Protocol):
     @property
     def copy_here(self) -> Move | None:
         """copy() without the event loop, on the caller's thread; None if the link cannot do that."""
+
+    @property
+    def copy_blocks(self) -> Blocks | None:
+        """copy_here() without tickets: layer, and int [n] host blocks, head groups and slots."""
 
     def fence(self) -> Any:
         """Called on the step thread at submit: what must be done before the slots may be written.
@@ -52,37 +58,32 @@ class Link(Protocol):
 class HostBlocks(Protocol):
     """The part of the host tier that a link needs."""
 
-    def load_into(
+    def load_groups(
         self,
         layer: int,
         blocks: Tensor,
+        groups: Tensor,
         slots: Tensor,
         slot_keys: Tensor,
         slot_values: Tensor,
-        heads: slice | None = None,
     ) -> None: ...
 
 
 class BlockMover:
     """The copy itself: host blocks of one layer into slots [S, B, Hg, D] of keys and of values."""
 
-    def __init__(
-        self, host: HostBlocks, slot_keys: Tensor, slot_values: Tensor, head_groups: int = 1
-    ) -> None:
-        self.host, self.keys, self.values, self.head_groups = host, slot_keys, slot_values, head_groups
+    def __init__(self, host: HostBlocks, slot_keys: Tensor, slot_values: Tensor) -> None:
+        self.host, self.keys, self.values = host, slot_keys, slot_values
 
     def __call__(self, layer: int, tickets: Sequence[Ticket]) -> None:
-        """One load_into per head group present. The index tensors are fresh: nobody rewrites them."""
-        groups: dict[int, list[Ticket]] = {}
-        for ticket in sorted(tickets, key=lambda t: t.host_block):  # neighbours travel as one copy
-            groups.setdefault(ticket.group, []).append(ticket)
+        order = sorted(tickets, key=lambda t: (t.group, t.host_block))  # neighbours travel as one copy
+        self.blocks(layer, *np.array([(t.host_block, t.group, t.slot) for t in order]).T)
+
+    def blocks(self, layer: int, blocks: np.ndarray, groups: np.ndarray, slots: np.ndarray) -> None:
+        """int [n] each; what the copy reads is its own: nobody rewrites it."""
+        where, parts, to = (torch.from_numpy(x.astype(np.int64)) for x in (blocks, groups, slots))
         with torch.inference_mode():  # per thread, and this may be a worker's
-            for group, members in groups.items():
-                blocks = torch.tensor([t.host_block for t in members])  # [n] int64
-                slots = torch.tensor([t.slot for t in members])  # [n] int64
-                size = self.keys.shape[2]
-                heads = slice(group * size, (group + 1) * size) if self.head_groups > 1 else None
-                self.host.load_into(layer, blocks, slots, self.keys, self.values, heads)
+            self.host.load_groups(layer, where, parts, to, self.keys, self.values)
 
     def spoil(self, tickets: Sequence[Ticket]) -> None:
         """Leave the slots as an interrupted copy might: half of them overwritten with noise."""
@@ -107,6 +108,10 @@ class MemcpyLink:
         self._stream = torch.cuda.Stream(self._device) if self._device.type == "cuda" else None
         self.copy_here: Move = move if self._stream is None else self._move_on_stream
         self._workers = ThreadPoolExecutor(lanes, thread_name_prefix="nano-oasis-copy")
+
+    @property
+    def copy_blocks(self) -> Blocks | None:
+        return self._move.blocks if self._stream is None else None
 
     def fence(self) -> Any:
         return None if self._stream is None else torch.cuda.current_stream(self._device).record_event()
@@ -154,6 +159,7 @@ class SimulatedLink:
         if not (0 <= delay_rate <= 1 and 0 <= failure_rate <= 1):
             raise ValueError(f"delay_rate {delay_rate} and failure_rate {failure_rate} must be from 0 to 1")
         self.copy_here: Move | None = None
+        self.copy_blocks: Blocks | None = None
         self.lanes, self.bandwidth, self.latency_s = lanes, bandwidth, latency_s
         self.delay_rate, self.delay_s, self.failure_rate = delay_rate, delay_s, failure_rate
         self.broken: set[int] = set()

@@ -26,9 +26,10 @@ import torch
 from nano_oasis.config import EngineConfig, ModelConfig, format_bytes
 from nano_oasis.kernels.dispatch import Kernels
 from nano_oasis.memory.centroids import Centroids
-from nano_oasis.memory.coordinator import PrefetchCoordinator, admission_cap
+from nano_oasis.memory.coordinator import PrefetchCoordinator
 from nano_oasis.memory.flights import Flights
 from nano_oasis.memory.host_tier import HostTier
+from nano_oasis.memory.link_rate import admission_cap
 from nano_oasis.memory.lookahead import Lookahead
 from nano_oasis.memory.oasis_view import OasisView
 from nano_oasis.memory.residency import EMPTY, FLYING, Residency, SlotPool
@@ -65,6 +66,7 @@ class OasisKV:
         c, o = self.config, self.options
         self.block_size, self.groups = o.block_size, o.head_groups
         self.planes = c.num_layers * self.groups
+        self.forced = o.sink_blocks + o.recent_blocks
         self.pool = SlotPool(len(self.slot_keys))
         max_blocks = -(-self.max_model_len // self.block_size)
         self.residency = Residency(self.pool, self.planes, o.max_num_seqs, max_blocks, self.groups)
@@ -132,16 +134,12 @@ class OasisKV:
         dense = request.params.kv_mode == "dense"
         tokens = request.max_len if dense else request.params.kv_budget or self.options.kv_budget
         caps = self._caps(tokens, most)
-        return max(math.ceil(tokens / self.block_size), self._forced + 1), caps, int(caps.sum())
-
-    @property
-    def _forced(self) -> int:
-        return self.options.sink_blocks + self.options.recent_blocks
+        return max(math.ceil(tokens / self.block_size), self.forced + 1), caps, int(caps.sum())
 
     def _caps(self, budget_tokens: int, most: int) -> torch.Tensor:
         """[layers] slots: the budget times the buffer factor; the window, or everything in dense layers."""
         o, c = self.options, self.config
-        budget = max(math.ceil(budget_tokens / self.block_size * o.buffer_factor), self._forced + 1)
+        budget = max(math.ceil(budget_tokens / self.block_size * o.buffer_factor), self.forced + 1)
         budget += self.tail_blocks
         caps = []
         for layer in range(c.num_layers):
@@ -149,7 +147,7 @@ class OasisKV:
             blocks = most if layer < o.dense_layers else budget
             if window is not None:
                 # Not below what shrink() always keeps, or making room would try for ever.
-                blocks = max(-(-window // self.block_size), self._forced) + 1 + self.tail_blocks
+                blocks = max(-(-window // self.block_size), self.forced) + 1 + self.tail_blocks
             caps.append(min(blocks, most + self.tail_blocks - 1) * self.groups)
         return torch.tensor(caps)
 
@@ -190,7 +188,7 @@ class OasisKV:
         else:
             bandwidth = self.coordinator.stats.bandwidth
             cap = admission_cap(self._step_seconds, bandwidth, self.slot_bytes, self.planes, rows)
-            # The paper's best trade is near 5 % of the budget; more costs the step thread more than it gains.
+            # The paper's best trade is near 5 % of the budget; more costs the step more than it gains.
             most = math.ceil(0.05 * self.options.kv_budget / self.block_size)
             self.cap = max(min(cap, most), 1)
 
@@ -259,10 +257,7 @@ class OasisKV:
         """Slots of sealed blocks above the caps, some places of each cap being the unsealed blocks'."""
         table = self.residency.slot_of[:, seat.index, : seat.sealed]
         held = (table != EMPTY).sum(1).view(-1, self.groups).sum(1)  # [layers]
-        return int((held - self._sealed_caps(seat)).clamp(min=0).sum())
-
-    def _sealed_caps(self, seat: Seat) -> torch.Tensor:
-        return seat.caps - self.tail_blocks * self.groups
+        return int((held - (seat.caps - self.tail_blocks * self.groups)).clamp(min=0).sum())
 
     def shrink(self, seat: Seat) -> None:
         """Down to its caps, least recently selected first; from now on this request keeps a working set."""
@@ -270,7 +265,8 @@ class OasisKV:
             seat.dense, seat.cold = False, True
         o = self.options
         recent = max(o.recent_blocks - 1, 0)
-        self.residency.trim(seat.index, self._sealed_caps(seat), o.sink_blocks, recent, seat.sealed)
+        caps = seat.caps - self.tail_blocks * self.groups
+        self.residency.trim(seat.index, caps, o.sink_blocks, recent, seat.sealed)
 
     def end(self, rows: Sequence[ScheduledRow]) -> dict[int, str]:
         """Seal the blocks this step filled: host copy and sketch, all rows together, layer by layer."""

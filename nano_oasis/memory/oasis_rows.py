@@ -70,6 +70,7 @@ class Rows:
         width = max(len(s.request.block_table) for s in self.seats)
         padded = [s.request.block_table + [0] * (width - len(s.request.block_table)) for s in self.seats]
         self.host_blocks = torch.tensor(padded)  # [n, width] int64
+        self.blocks = self.host_blocks.numpy()  # the same memory
         self.caps = np.stack([s.caps.numpy() for s in self.seats], 1).astype(np.int32)  # [layers, n]
 
     def layout(self, layer: int, window: int | None, options: EngineConfig, drafting: bool) -> Layout:

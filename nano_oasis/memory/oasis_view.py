@@ -192,11 +192,13 @@ class OasisView:
         waits = x.rows[:, select.POLICY] == select.WAIT
         if waits.any():
             self._room_for(held[:, x.rows[waits, select.SEAT]], caps[waits])
+        missed = int(counts[select.MISSES])
         kv.kernels.choose_now(*state, np.float32(options.repair_threshold), x.wanted, x.asks, counts)
         if counts[select.ASKS]:
             self._fetch_now(layer, rows, x, mass)
-        for i in np.flatnonzero(waits):
-            if (held[:, x.rows[i, select.SEAT], : mass.shape[2]][x.wanted[:, i]] < 0).any():
+        if counts[select.MISSES] > missed and waits.any():
+            lost = (x.wanted & (held[:, x.rows[:, select.SEAT], : mass.shape[2]] < 0)).any((0, 2)) & waits
+            for i in np.flatnonzero(lost):
                 why = "a KV block could not be fetched, and the miss policy is to wait"
                 kv.failures[rows.seats[i].request.id] = why
         ahead, most = None, np.zeros(len(x.rows), np.int32)
@@ -266,16 +268,23 @@ class OasisView:
     def _fetch_now(self, layer: int, rows: Rows, x: Layout, mass: np.ndarray) -> None:
         """Wait until the asked blocks are here."""
         kv, asks = self.kv, x.asks[:, : self.counts[select.ASKS]]
-        where = asks[: select.SLOT].T.tolist()
-        claimed = asks[:, asks[select.SLOT] != select.NO_SLOT]
-        seats = rows.seats
-        keys = [(seats[i].request.id, seats[i].generation, layer, g, m) for g, i, m in where]
-        kv.flights.start_and_wait(self._tickets(layer, rows, claimed, mass, NOW), keys)
-        for g, i, m in where:
-            if kv.residency.layer_slots[layer, g, seats[i].index, m] >= 0:
-                kv.stats.fetched_now += 1
-            else:
-                self.counts[select.SKIPPED] += 1
+        groups, i, positions, slots = asks
+        seats = x.rows[i, select.SEAT]
+        claimed = slots != select.NO_SLOT
+        at = layer, groups[claimed], seats[claimed], positions[claimed]
+        blocks = rows.blocks[i, positions][claimed]
+        left = asks[:, claimed]
+        if len(blocks) and kv.flights.bring(*at, blocks, slots[claimed], kv.slot_bytes):
+            left = asks[:, :0]
+        if left.size or not claimed.all():
+            keys = [
+                (rows.seats[r].request.id, rows.seats[r].generation, layer, g, m)
+                for g, r, m in asks[: select.SLOT].T.tolist()
+            ]
+            kv.flights.start_and_wait(self._tickets(layer, rows, left, mass, NOW), keys)
+        here = int((kv.residency.layer_slots[layer, groups, seats, positions] >= 0).sum())
+        kv.stats.fetched_now += here
+        self.counts[select.SKIPPED] += asks.shape[1] - here
 
     def _tickets(self, layer: int, rows: Rows, asks: np.ndarray, mass: np.ndarray, step: int) -> list[Ticket]:
         """asks int32 [4, k] with slots claimed (see select.py) -> their tickets."""
