@@ -87,7 +87,7 @@ class Bench:
 
     def store(self, options: EngineConfig, slots: int) -> OasisKV:
         c = self.config
-        heads = c.num_kv_heads // options.head_groups
+        heads = c.num_kv_heads // options.groups_of(c.num_kv_heads)
         shape = (slots, options.block_size, heads, c.head_dim)
         keys, values = torch.empty(shape), torch.empty(shape)
         mover, a = BlockMover(self.host, keys, values), self.args
@@ -123,7 +123,7 @@ class Bench:
         Afterwards the host tier and the sketches hold the text.
         """
         layers, chunk = self.config.num_layers, -(-CHUNK // self.args.block) + 2
-        options = self.options(max_num_batched_tokens=CHUNK)
+        options = self.options(max_num_batched_tokens=CHUNK, head_groups=1)
         kv = self.store(options, layers * (self.blocks + chunk))
         runner, request = Runner(self.model, kv, Sampler(self.config.vocab_size)), self.request(ids)
         try:
@@ -141,8 +141,8 @@ class Bench:
         """KL and counters of `steps` decode steps in a pool of `floor` slots and what a step needs."""
         a, size = self.args, self.args.block
         options = replace(options, max_num_batched_tokens=size)
-        planes = self.config.num_layers * options.head_groups
-        kv = self.store(options, floor * options.head_groups + 2 * planes)
+        groups = options.groups_of(self.config.num_kv_heads)
+        kv = self.store(options, groups * (floor + 2 * self.config.num_layers))
         runner, request = (
             Runner(self.model, kv, Sampler(self.config.vocab_size)),
             self.request(ids[: a.prefix]),
@@ -230,7 +230,7 @@ def main() -> None:
     )
     parser.add_argument("--texts", nargs="*", default=list(real_texts()))
     parser.add_argument("--settings", nargs="*", default=SETTINGS, choices=SETTINGS + WITH_DRAFTS)
-    parser.add_argument("--head-groups", type=int, nargs="*", default=[1])
+    parser.add_argument("--head-groups", type=int, nargs="*", default=[3])
     parser.add_argument("--bandwidth", type=float, help="bytes/s of a simulated link; default: plain copies")
     parser.add_argument("--latency", type=float, default=5e-5, help="of the simulated link, seconds")
     parser.add_argument("--drafts", type=int, default=0, help="draft tokens per step (draft auto)")

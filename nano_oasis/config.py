@@ -175,7 +175,9 @@ class EngineConfig:
         None, "blocks prefetched per request, layer and step; default: by the link, at most 5% of a budget",
         low=0, high=65536,
     )  # fmt: skip
-    head_groups: int = _oasis(1, "block choices per layer; must divide the KV heads", low=1, high=1024)
+    head_groups: int | None = _oasis(
+        None, "block choices per layer; must divide the KV heads; default: one for each", low=1, high=1024
+    )
     audit_every: int = _oasis(0, "steps between checks of true mass recall; 0 = never", low=0, high=2**31)
     audit_recall: float = _oasis(
         0.0, "a request audited below this recall has its budget raised", low=0, high=1
@@ -195,6 +197,14 @@ class EngineConfig:
     )
     chat_template: str | None = _opt(None, "file with a chat template that replaces the model's")
     stall_timeout: float = _opt(120.0, "seconds without progress before health turns bad", low=1, high=86400)
+
+    def groups_of(self, num_kv_heads: int) -> int:
+        """Block choices per layer for a model. Raises ConfigError if its KV heads cannot be shared out so."""
+        if num_kv_heads % (self.head_groups or 1):
+            raise ConfigError(
+                f"head_groups: {self.head_groups} does not divide the model's {num_kv_heads} KV heads"
+            )
+        return self.head_groups or num_kv_heads
 
     def __post_init__(self) -> None:
         hints = get_type_hints(type(self))

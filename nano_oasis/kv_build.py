@@ -63,10 +63,7 @@ def _make_oasis(
         raise ConfigError(
             f"kv_mode: {config.kv_mode} runs on device=cpu only for now; see docs/known-gaps.md"
         )
-    if model.num_kv_heads % config.head_groups:
-        raise ConfigError(
-            f"head_groups: {config.head_groups} does not divide the model's {model.num_kv_heads} KV heads"
-        )
+    groups = config.groups_of(model.num_kv_heads)
     block_bytes = model.kv_bytes_per_token(dtype.itemsize) * config.block_size
     device_blocks = config.num_device_blocks or _device_bytes(config, device) // block_bytes
     host_blocks = _host_blocks(config, model, dtype)
@@ -78,14 +75,12 @@ def _make_oasis(
             )
         max_len = host_blocks * config.block_size
         log.warning("max_model_len reduced to %d tokens: that is all the host tier holds", max_len)
-    heads = model.num_kv_heads // config.head_groups
-    shape = (device_blocks * model.num_layers * config.head_groups, config.block_size, heads, model.head_dim)
+    heads = model.num_kv_heads // groups
+    shape = (device_blocks * model.num_layers * groups, config.block_size, heads, model.head_dim)
     keys, values = (torch.empty(shape, dtype=dtype, device=device) for _ in range(2))
     for slab in (keys, values):
         ask_for_huge_pages(slab)
-    slots_per_step = (
-        model.num_layers * config.head_groups * (-(-config.max_num_batched_tokens // config.block_size) + 2)
-    )
+    slots_per_step = model.num_layers * groups * (-(-config.max_num_batched_tokens // config.block_size) + 2)
     if slots_per_step > len(keys):
         given = format_bytes(device_blocks * block_bytes)
         raise ConfigError(

@@ -56,14 +56,19 @@ def dense_engine(model, num_blocks=400, **options) -> Engine:
 
 
 def oasis_engine(model, num_slots, host_blocks=400, link=None, draft=None, drafts=None, **settings) -> Engine:
-    settings = {"max_num_seqs": 6, "max_num_batched_tokens": 32, "selector": "exact", **settings}
+    settings = {
+        "max_num_seqs": 6,
+        "max_num_batched_tokens": 32,
+        "selector": "exact",
+        "head_groups": 1,
+    } | settings
     settings = {
         "kv_mode": "oasis",
         "draft": "ngram" if draft else "none",
         "num_draft_tokens": drafts,
     } | settings
     c, options = model.config, EngineConfig(block_size=B, **settings)
-    heads = c.num_kv_heads // options.head_groups
+    heads = c.num_kv_heads // options.groups_of(c.num_kv_heads)
     keys, values = (torch.full((num_slots, B, heads, c.head_dim), torch.nan) for _ in range(2))
     host = HostTier.create(c, host_blocks, B, torch.float32)
     mover = BlockMover(host, keys, values)

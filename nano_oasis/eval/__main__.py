@@ -39,9 +39,9 @@ def build_parser() -> argparse.ArgumentParser:
         ("predictor", f"previous, current (default: {_DEFAULT.predictor})"),
         ("miss-policy", f"repair, wait, estimate, skip (default: {_DEFAULT.miss_policy})"),
         ("block", f"tokens per KV block (default: {_DEFAULT.block})"),
-        ("head-groups", f"block choices per layer (default: {_DEFAULT.head_groups})"),
+        ("head-groups", "block choices per layer (default: one for each KV head)"),
     ):  # fmt: skip
-        default = "4000" if name == "context" else str(getattr(_DEFAULT, name.replace("-", "_")))
+        default = "4000" if name == "context" else getattr(_DEFAULT, name.replace("-", "_"))
         swept.add_argument(f"--{name}", default=default, metavar="A,B,...", help=about)
     parser.add_argument("--samples", type=int, default=20, help="per task and context (default: 20)")
     parser.add_argument("--steps", type=int, default=64, help="teacher-forced tokens per sample, for KL and "
@@ -75,7 +75,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     options = {k: v for k, v in vars(args).items()}
     try:
         for name in ("block", "head_groups", "context"):
-            options[name] = _numbers(name, options[name])
+            if options[name] is not None:
+                options[name] = _numbers(name, str(options[name]))
         with LoadProgress() as loading, WorkProgress() as bar:
             result = run(options.pop("model"), **options, progress=bar, loading=loading)
     except (ConfigError, TaskError, DataError, CheckpointError, TokenizerError) as error:

@@ -42,7 +42,7 @@ def run(
     predictor: str | Sequence[str] = _DEFAULT.predictor,
     miss_policy: str | Sequence[str] = _DEFAULT.miss_policy,
     block: int | Sequence[int] = _DEFAULT.block,
-    head_groups: int | Sequence[int] = _DEFAULT.head_groups,
+    head_groups: int | Sequence[int | None] | None = _DEFAULT.head_groups,
     seed: int = 0,
     steps: int = 64,
     max_new_tokens: int | None = None,
@@ -165,11 +165,7 @@ def _contexts(values: list[int], config: ModelConfig, steps: int) -> list[int]:
 
 def _check_settings(settings: list[Setting], config: ModelConfig) -> None:
     for setting in settings:
-        if config.num_kv_heads % setting.head_groups:
-            raise ConfigError(
-                f"head_groups: {setting.head_groups} does not divide the model's "
-                f"{config.num_kv_heads} KV heads"
-            )
+        setting.engine(setting.tokens(4096), 1).groups_of(config.num_kv_heads)
 
 
 def _sizes(path: Path) -> list[tuple[str, int]]:

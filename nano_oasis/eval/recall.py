@@ -44,7 +44,10 @@ class Choice:
     selector: str
     budget: int
     block: int
-    head_groups: int
+    head_groups: int | None  # None: one for each KV head
+
+    def groups(self, kv_heads: int) -> int:
+        return self.head_groups or kv_heads
 
 
 @dataclass
@@ -109,7 +112,7 @@ class RecordingView:
         chosen = {p: pick(scorer.mass(p, choice)) for p in PREDICTORS}  # [T, groups, M] bool
         padded = torch.nn.functional.pad(mass, (0, -mass.shape[-1] % choice.block))
         true = padded.unflatten(-1, (-1, choice.block)).sum(-1)  # [T, H, M]
-        true = true.unflatten(1, (choice.head_groups, -1)).mean(2)  # [T, groups, M]
+        true = true.unflatten(1, (choice.groups(true.shape[1]), -1)).mean(2)  # [T, groups, M]
         wanted = chosen["oracle"] & ~pick.forced[:, None]
         recall.layers.append(layer)
         recall.mass.append(float((true * chosen["current"]).sum(-1).mean()))
@@ -150,7 +153,8 @@ class _Scorer:
             full = len(self.keys) // choice.block
             sealed = torch.arange(full) < (self.positions // choice.block)[:, None]
             self._mass[key] = selector.score(self.queries[by], sketch, self.scale, sealed)  # [T, H, full]
-        return self._mass[key].unflatten(1, (choice.head_groups, -1)).mean(2)
+        mass = self._mass[key]
+        return mass.unflatten(1, (choice.groups(mass.shape[1]), -1)).mean(2)
 
     def _sketch(self, name: str, block: int) -> tuple[Selector, Sketch]:
         if (name, block) not in self._sketches:
@@ -175,12 +179,15 @@ class _Picker:
 
     def __call__(self, mass: Tensor) -> Tensor:
         """mass [T, groups, full] -> the blocks read, [T, groups, M] bool."""
-        most = self.valid.shape[1]
-        mass = torch.nn.functional.pad(mass, (0, most - mass.shape[2]))
-        ids = top_blocks(mass, self.budget, self.forced, self.valid)
-        read = torch.zeros((*mass.shape[:2], most + 1), dtype=torch.bool)
-        read.scatter_(-1, ids.where(ids >= 0, most), True)  # the last column is for -1
-        return read[..., :-1]
+        groups, width = mass.shape[1], self.valid.shape[1]
+        mass = torch.nn.functional.pad(mass, (0, width - mass.shape[2])).flatten(1)  # [T, groups * M]
+        forced, valid = (x.repeat(1, groups) for x in (self.forced, self.valid))
+        ids = top_blocks(mass[:, None], self.budget * groups, forced, valid)[
+            :, 0
+        ]  # the groups share a budget
+        read = torch.zeros((len(mass), groups * width + 1), dtype=torch.bool)
+        read.scatter_(-1, ids.where(ids >= 0, groups * width), True)  # the last column is for -1
+        return read[:, :-1].unflatten(1, (groups, width))
 
 
 @torch.inference_mode()

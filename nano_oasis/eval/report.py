@@ -133,7 +133,7 @@ def _predictors(result: Result) -> str:
     names = ("oracle", "current", "lookahead", "previous")
     lines = []
     for r in rows:
-        values = [r["selector"], r["budget"], r["block"], r["head_groups"]]
+        values = [r["selector"], r["budget"], r["block"], r["head_groups"] or "all"]
         values += [percent(r[f"found_{n}"]) for n in names] + [percent(r[f"read_{n}"]) for n in names]
         lines.append(f"<tr>{_cells(values, 2)}</tr>")
     head = (

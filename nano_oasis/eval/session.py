@@ -153,7 +153,7 @@ class Session:
             requests.append(self._request(i, table, len(self.samples[i].ids) - 1, budgets[-1]))
         options = setting.engine(max(budgets), len(rows))
         max_len = max(r.max_len for r in requests) + setting.block
-        heads = c.num_kv_heads // setting.head_groups
+        heads = c.num_kv_heads // options.groups_of(c.num_kv_heads)
         slots = self._slots_at_caps(options, tier, sketches, requests, max_len, heads)
         shape = (slots, setting.block, heads, c.head_dim)
         keys, values = (torch.empty(shape, dtype=self.decoder.dtype) for _ in range(2))
@@ -187,7 +187,8 @@ class Session:
         """Device slots that hold every request at its caps, and the reserve; asked of a store without
         memory."""
         c = self.decoder.config
-        most = c.num_layers * options.head_groups * (len(requests) + 2) * (max_len // options.block_size + 2)
+        groups = options.groups_of(c.num_kv_heads)
+        most = c.num_layers * groups * (len(requests) + 2) * (max_len // options.block_size + 2)
         shape = (1, options.block_size, heads, c.head_dim)
         nothing = torch.empty(shape, dtype=self.decoder.dtype).expand(most, *shape[1:])
         link = MemcpyLink(BlockMover(tier.host, nothing, nothing))

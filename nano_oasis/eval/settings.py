@@ -28,7 +28,7 @@ class Setting:
     predictor: str = _DEFAULT.predictor
     miss_policy: str = _DEFAULT.miss_policy
     block: int = _DEFAULT.block_size
-    head_groups: int = _DEFAULT.head_groups
+    head_groups: int | None = _DEFAULT.head_groups  # None: one for each KV head
 
     def __str__(self) -> str:
         """budget and selector, and the rest where it is not the engine's default."""
@@ -66,7 +66,7 @@ def parse_budget(value: int | str) -> str:
 
 def make_settings(
     budget: Sequence[int | str], selector: Sequence[str], predictor: Sequence[str],
-    miss_policy: Sequence[str], block: Sequence[int], head_groups: Sequence[int],
+    miss_policy: Sequence[str], block: Sequence[int], head_groups: Sequence[int | None],
 ) -> list[Setting]:  # fmt: skip
     """The product of the lists, in their order, the selector changing last. Raises ConfigError."""
     budgets = [parse_budget(b) for b in budget]

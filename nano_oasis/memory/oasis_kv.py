@@ -64,7 +64,7 @@ class OasisKV:
 
     def __post_init__(self) -> None:
         c, o = self.config, self.options
-        self.block_size, self.groups = o.block_size, o.head_groups
+        self.block_size, self.groups = o.block_size, o.groups_of(c.num_kv_heads)
         self.planes = c.num_layers * self.groups
         self.forced = o.sink_blocks + o.recent_blocks
         self.pool = SlotPool(len(self.slot_keys))

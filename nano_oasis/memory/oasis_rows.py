@@ -73,7 +73,9 @@ class Rows:
         self.blocks = self.host_blocks.numpy()  # the same memory
         self.caps = np.stack([s.caps.numpy() for s in self.seats], 1).astype(np.int32)  # [layers, n]
 
-    def layout(self, layer: int, window: int | None, options: EngineConfig, drafting: bool) -> Layout:
+    def layout(
+        self, layer: int, window: int | None, options: EngineConfig, groups: int, drafting: bool
+    ) -> Layout:
         key = (window, layer < options.dense_layers)
         if key not in self.layouts:
             size = options.block_size
@@ -91,7 +93,7 @@ class Rows:
                     budget = count
                 tail, policy = place.context - (count - 1) * size, self._policy(place, options, drafting)
                 table[i] = place.seat.index, first, count, sink, recent, budget, tail, policy
-            shape = options.head_groups, len(blocks), max(blocks)
+            shape = groups, len(blocks), max(blocks)
             wanted, read = np.zeros((2, *shape), bool)
             asks = np.empty((4, wanted.size), np.int32)
             self.layouts[key] = Layout(table, wanted, read, asks, np.zeros(shape, np.float32))

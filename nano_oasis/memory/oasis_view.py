@@ -183,7 +183,7 @@ class OasisView:
         """The shrunk rows' q [n, Hq, D] -> [n, Hq, D], over the best resident blocks of each row's budget."""
         kv, counts = self.kv, self.counts
         pool, options = kv.pool, kv.options
-        x = rows.layout(layer, window, options, self.drafting)
+        x = rows.layout(layer, window, options, kv.groups, self.drafting)
         mass = x.no_mass if window is not None else self._mass(rows, layer, q, scale, x.no_mass.shape[2])
         caps, held = rows.caps[layer], kv.residency.layer_slots[layer]  # [n], [G, P, positions]
         state = (

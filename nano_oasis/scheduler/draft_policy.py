@@ -6,10 +6,12 @@ A step of n decoding requests without drafts takes T0 seconds; with D draft toke
 token costs c = (T - T0) / D seconds, drafting included. The batch gives R tokens a second anyway. A draft
 token accepted with chance p brings p tokens for c seconds: it pays while p > c * R, its *price*. The draft
 compares each of its tokens with the price and proposes those that are likelier. T0, c and R are medians of
-the last steps of about the same n; steps that also compute prompts are left out. And a draft that proposes
-little must be quick: over the last steps in which it was asked, what it brought in tokens is compared with
-the time that it took itself. What does not pay is off for a while, then tried for a few steps.
-While drafts are used, a step now and then goes without, to know T0.
+the last steps of about the same n; steps that also compute prompts are left out. While drafts are used, a
+step now and then goes without, to know T0, and one is *bold*: its price is 0, so that the draft proposes all
+it can, and only such steps tell c. (With few draft tokens what drafting costs at all falls on few, each looks
+dear, and next time there would be fewer still.) And a draft that proposes little must be quick: over the last
+steps in which it was asked, what it brought in tokens is compared with the time that it took itself. What
+does not pay is off for a while, then tried anew.
 """
 
 from __future__ import annotations
@@ -24,7 +26,7 @@ from nano_oasis.request import Request
 
 FIRST = 3  # steps of a kind before anything is concluded from them
 SEEN = 5  # steps of a kind that count
-CHECK = 48  # steps with drafts after which one goes without
+CHECK = 48  # steps with drafts after which one goes without, and after which one is bold
 OFF = 4 * CHECK  # steps without drafts after they did not pay
 JUDGED = 16  # steps over which drafting as a whole must pay,
 NOISE = 0.03  # up to this share of their time
@@ -50,22 +52,32 @@ class _Size:
     """What was seen of steps of about one size; seconds, tokens per second."""
 
     plain: deque[float] = field(default_factory=lambda: deque(maxlen=SEEN))
-    cost: deque[float] = field(default_factory=lambda: deque(maxlen=SEEN))  # of a draft token
+    cost: deque[float] = field(default_factory=lambda: deque(maxlen=SEEN))  # of a draft token, bold steps
     rate: deque[float] = field(default_factory=lambda: deque(maxlen=SEEN))
     plain_rate: deque[float] = field(default_factory=lambda: deque(maxlen=SEEN))
     asked: deque[tuple[float, float]] = field(default_factory=lambda: deque(maxlen=JUDGED))  # gained, lost
     since_plain: int = 0
+    since_bold: int = 0
     off: int = 0  # steps left without drafts
     doubtful: bool = False  # it was off: one token at a time until there are new figures
 
     @property
+    def bold(self) -> bool:
+        return len(self.cost) < FIRST or self.since_bold > CHECK
+
+    @property
     def price(self) -> float:
+        """Of the next step's tokens."""
+        return 0.0 if self.bold else self.fair_price
+
+    @property
+    def fair_price(self) -> float:
         return max(median(self.cost), 0.0) * median(self.rate) if len(self.cost) >= FIRST else 0.0
 
     @property
     def pays(self) -> bool:
         """Tokens gained against the tokens that the time taken would have given."""
-        if self.price >= 1:
+        if self.fair_price >= 1:
             return False
         if len(self.asked) < JUDGED:
             return True
@@ -109,8 +121,10 @@ class PricedDrafts:
             size.since_plain = 0
             return
         size.since_plain += 1
-        if size.plain:
+        size.since_bold += 1
+        if size.plain and self.price == 0.0:
             size.cost.append((seconds - median(size.plain)) / drafts)
+            size.since_bold = 0
 
     def _size(self, requests: int) -> _Size:
         return self._sizes.setdefault(requests.bit_length(), _Size())
