@@ -209,7 +209,8 @@ def test_fourbit_logits_equal_the_gathered_ones(dim: int, size: int, group: int,
             want.amax(-1, keepdim=True) - 80
         )  # what receives less than e**-80 of the mass is not told apart
         error = torch.maximum(got, floor) - torch.maximum(want, floor)
-        assert (error.abs() <= 3e-4 + 1e-5 * want.abs())[want > -torch.inf].all()
+        large = ((table >= 5) & (table < 9))[:, None]  # products of thousands, which cancel
+        assert (error.abs() <= 3e-4 + 1e-5 * want.abs() + 1e-3 * large)[want > -torch.inf].all()
         mass = selector.score_at(q, slabs, table, counts, 1.0, part)  # [R, H, M]
         each = torch.softmax(got, -1).nan_to_num(0.0)
         assert torch.equal(mass, each.view(5, -1, group, 30).mean(2)) and not mass[1].any()
@@ -241,26 +242,32 @@ def test_every_float16_is_read_right() -> None:
     assert not got[0, 0][~finite].isfinite().any() and finite.sum() == 2**12 - 128
 
 
+@pytest.mark.parametrize("pair", [False, True], ids=["block", "pair of blocks"])
 @pytest.mark.parametrize("features", [set(), {"avx2"}, {"avx2", "f16c"}, {"avx512f", "avx512vnni", "avx2"}])
-def test_every_way_of_multiplying_codes_gives_the_same(features: set[str]) -> None:
+def test_every_way_of_multiplying_codes_gives_the_same(features: set[str], pair: bool) -> None:
     if not features <= simd_codes._features():
         pytest.skip("not on this CPU")
-    tile = simd_codes.make_code_tile(2, features)
+    tile = simd_codes.make_code_tile(2, pair, features)
+    size = 8 if pair else 32
 
     @simd.jit
     def logits(codes, base, step, query, factors, out):
-        for t in range(0, 32, 16):
-            tile(codes, base, step, 1, 0, 1, t, query, factors, 1, out, t)
+        if pair:
+            tile(codes, base, step, 3, 1, 0, 1, 0, query, factors, 1, out, 0)
+        else:
+            for t in range(0, 32, 16):
+                tile(codes, base, step, 1, 1, 0, 1, t, query, factors, 1, out, t)
 
     draw = np.random.default_rng(0)
-    codes = draw.integers(256, size=(2, 3, 12, 32), dtype=np.uint8)
-    base, step = draw.normal(size=(2, 2, 3, 32)).astype(np.float16)
+    codes = draw.integers(256, size=(4, 3, 12, size), dtype=np.uint8)
+    base, step = draw.normal(size=(2, 4, 3, size)).astype(np.float16)
     query = draw.integers(-127, 128, size=(3, 24), dtype=np.int8)
     factors = draw.normal(size=(2, 3)).astype(np.float32)
-    out = np.zeros((2, 32), np.float32)
+    out = np.zeros((2, 16 if pair else 32), np.float32)
     bits = base.view(np.uint16), step.view(np.uint16)
     logits(codes, *bits, query.view(np.int32), factors, out)
-    codes, base, step = codes[1, 1], base[1, 1], step[1, 1]
+    read = [3, 1] if pair else [1]
+    codes, base, step = (np.concatenate([x[block, 1] for block in read], -1) for x in (codes, base, step))
     dots = query[1:].astype(np.int32) @ np.concatenate((codes & 15, codes >> 4)).astype(np.int32)
     want = base * factors[0, 1:, None] + step * factors[1, 1:, None].astype(np.float64) * dots
     np.testing.assert_allclose(out, want, rtol=1e-5, atol=1e-3)

@@ -24,6 +24,7 @@ from nano_oasis.kernels.simd import (
     load,
     rough_exp,
     splat,
+    store_half_sums,
     store_sums,
 )
 from nano_oasis.kernels.simd_codes import MOST_HEADS, make_code_tile
@@ -34,12 +35,14 @@ CHUNK = 64  # blocks of a unit: their logits fit the second-level cache
 AHEAD = 6  # blocks: how far ahead codes are fetched
 _ZERO, _NEG_INF = np.float32(0), np.float32(-np.inf)
 _TINY, _LARGEST = np.float32(1e-30), np.float32(127)
+PAIRED = 8  # tokens of blocks that are taken two at a time
 _tile1, _tile2, _tile3, _tile4 = (make_code_tile(n) for n in range(1, MOST_HEADS + 1))
+_pair1, _pair2, _pair3, _pair4 = (make_code_tile(n, pair=True) for n in range(1, MOST_HEADS + 1))
 
 
 def supports(q: Tensor, codes: Tensor) -> bool:
-    """On the CPU, blocks of whole vectors, channels in whole words."""
-    fits = codes.shape[3] % LANES == 0 and q.shape[2] % 8 == 0
+    """On the CPU, blocks of whole vectors or half of one, channels in whole words."""
+    fits = (codes.shape[3] % LANES == 0 or codes.shape[3] == PAIRED) and q.shape[2] % 8 == 0
     return q.device.type == "cpu" and fits and codes.is_contiguous()
 
 
@@ -154,18 +157,37 @@ def _share(share, shares, q, factors, codes, base, step, table, counts, groups, 
 def _logits(q, factors, g, n, codes, base, step, head, blocks, logits):  # type: ignore[no-untyped-def]
     """Query heads g .. g + n - 1 against the tokens of a few blocks -> logits [n, blocks * B]."""
     size = codes.shape[3]
+    if size == PAIRED:
+        return _logits_of_pairs(q, factors, g, n, codes, base, step, head, blocks, logits)
     for i in range(len(blocks)):
         block, ahead = blocks[i], blocks[min(i + AHEAD, len(blocks) - 1)]
         for t in range(0, size, LANES):
             at = i * size + t
             if n == 1:
-                _tile1(codes, base, step, block, ahead, head, t, q, factors, g, logits, at)
+                _tile1(codes, base, step, block, block, ahead, head, t, q, factors, g, logits, at)
             elif n == 2:
-                _tile2(codes, base, step, block, ahead, head, t, q, factors, g, logits, at)
+                _tile2(codes, base, step, block, block, ahead, head, t, q, factors, g, logits, at)
             elif n == 3:
-                _tile3(codes, base, step, block, ahead, head, t, q, factors, g, logits, at)
+                _tile3(codes, base, step, block, block, ahead, head, t, q, factors, g, logits, at)
             else:
-                _tile4(codes, base, step, block, ahead, head, t, q, factors, g, logits, at)
+                _tile4(codes, base, step, block, block, ahead, head, t, q, factors, g, logits, at)
+
+
+@jit
+def _logits_of_pairs(q, factors, g, n, codes, base, step, head, blocks, logits):  # type: ignore[no-untyped-def]
+    """As _logits. An odd last block is its own partner, and its logits stand there twice."""
+    last = len(blocks) - 1
+    for i in range(0, len(blocks), 2):
+        block, other, ahead = blocks[i], blocks[min(i + 1, last)], blocks[min(i + 2 * AHEAD, last)]
+        at = i * PAIRED
+        if n == 1:
+            _pair1(codes, base, step, block, other, ahead, head, 0, q, factors, g, logits, at)
+        elif n == 2:
+            _pair2(codes, base, step, block, other, ahead, head, 0, q, factors, g, logits, at)
+        elif n == 3:
+            _pair3(codes, base, step, block, other, ahead, head, 0, q, factors, g, logits, at)
+        else:
+            _pair4(codes, base, step, block, other, ahead, head, 0, q, factors, g, logits, at)
 
 
 @jit
@@ -177,6 +199,18 @@ def _soften(logits, count, size, out, chunk, tops):  # type: ignore[no-untyped-d
     most = largest_lane(top)
     minus = splat(-most)
     first, total = chunk * CHUNK, _ZERO
+    if size == PAIRED:
+        last = (count - 1) // 2 * LANES
+        for t in range(0, count * size, 4 * LANES):
+            t1, t2, t3 = min(t + LANES, last), min(t + 2 * LANES, last), min(t + 3 * LANES, last)
+            a, b = rough_exp(add(load(logits, t), minus)), rough_exp(add(load(logits, t1), minus))
+            c, d = rough_exp(add(load(logits, t2), minus)), rough_exp(add(load(logits, t3), minus))
+            store_half_sums(logits, 0, a, b, c, d)  # whose first values are no longer needed
+            for j in range(min(8, count - t // size)):
+                out[first + t // size + j] = logits[j]
+                total += logits[j]
+        tops[chunk, 0], tops[chunk, 1] = most, total
+        return
     for i in range(0, count, 4):
         a = b = c = d = splat(_ZERO)
         last = count - 1

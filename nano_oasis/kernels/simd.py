@@ -134,6 +134,21 @@ def _four(b: Any, vectors: Sequence[ir.Value], combine: Callable[..., ir.Value])
     return neighbours(neighbours(w, x), neighbours(y, z))
 
 
+def _eight(b: Any, vectors: Sequence[ir.Value], combine: Callable[..., ir.Value]) -> ir.Value:
+    """Four vectors -> <8 x float>, the lanes of each half of a vector combined."""
+
+    def halves(x: ir.Value, y: ir.Value, run: int) -> ir.Value:
+        """Runs of so many lanes, of both vectors in turn, half as long each."""
+        first = [at + i for at in range(0, 2 * LANES, run) for i in range(run // 2)]
+        return combine(_shuffle(b, x, y, first), _shuffle(b, x, y, [i + run // 2 for i in first]))
+
+    w, x, y, z = vectors
+    fours = halves(halves(w, x, 8), halves(y, z, 8), 4)  # two lanes of each half
+    return combine(
+        _shuffle(b, fours, fours, [*range(0, 16, 2)]), _shuffle(b, fours, fours, [*range(1, 16, 2)])
+    )
+
+
 # --- operations ---------------------------------------------------------------------------------------
 @intrinsic
 def splat(_: Any, x: Any) -> Any:
@@ -210,6 +225,18 @@ def store_sums(_: Any, array: Any, i: Any, w: Any, x: Any, y: Any, z: Any) -> An
     def emit(context: Any, b: Any, signature: Any, args: Any) -> Any:
         four = _four(b, args[2:], b.fadd)
         b.store(four, _pointer(context, b, signature, args, ir.VectorType(_F32, 4)), align=4)
+        return context.get_dummy_value()
+
+    return types.void(array, i, vector, vector, vector, vector), emit
+
+
+@intrinsic
+def store_half_sums(_: Any, array: Any, i: Any, w: Any, x: Any, y: Any, z: Any) -> Any:
+    """array[i : i + 8] = the sums of the lower and of the upper lanes of each of four vectors."""
+
+    def emit(context: Any, b: Any, signature: Any, args: Any) -> Any:
+        eight = _eight(b, args[2:], b.fadd)
+        b.store(eight, _pointer(context, b, signature, args, ir.VectorType(_F32, 8)), align=4)
         return context.get_dummy_value()
 
     return types.void(array, i, vector, vector, vector, vector), emit

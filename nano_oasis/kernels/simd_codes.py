@@ -10,7 +10,7 @@ it out, which is slow and right.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from llvmlite import ir
@@ -73,9 +73,10 @@ def _dot4_avx2(b: Any, codes: ir.Value, query: ir.Value, first: int) -> ir.Value
     return b.call(fours, [b.call(pairs, [x, y]), ir.Constant(i16x16, [1] * 16)])
 
 
-def _halves(b: Any, at: ir.Value, features: set[str]) -> ir.Value:
-    """Sixteen float16, given as uint16, as float32."""
-    bits = b.load(b.bitcast(at, ir.VectorType(_I16, LANES).as_pointer()), align=2)
+def _halves(b: Any, places: Sequence[ir.Value], features: set[str]) -> ir.Value:
+    """Sixteen float16, given as uint16 at one place or half of them at each of two, as float32."""
+    kind = ir.VectorType(_I16, LANES // len(places)).as_pointer()
+    bits = _joined(b, [b.load(b.bitcast(at, kind), align=2) for at in places])
     if "f16c" in features:
         return b.fpext(b.bitcast(bits, ir.VectorType(ir.HalfType(), LANES)), _VEC)
     # Moved to a float32's place the exponent is 112 too small, and subnormal numbers come out right.
@@ -93,30 +94,44 @@ def _halves(b: Any, at: ir.Value, features: set[str]) -> ir.Value:
     return b.bitcast(b.or_(b.bitcast(value, _IVEC), sign), _VEC)
 
 
-def make_code_tile(heads: int, forced_features: set[str] | None = None) -> Callable[..., Any]:
-    """tile(codes, base, step, block, ahead, h, t, query, factors, g, out, at): logits of 16 tokens.
+def _joined(b: Any, parts: Sequence[ir.Value]) -> ir.Value:
+    """One vector, or two as one of twice the length."""
+    if len(parts) == 1:
+        return parts[0]
+    both = list(range(2 * parts[0].type.count))
+    return b.shuffle_vector(*parts, ir.Constant(ir.VectorType(_I32, len(both)), both))
+
+
+def make_code_tile(
+    heads: int, pair: bool = False, forced_features: set[str] | None = None
+) -> Callable[..., Any]:
+    """tile(codes, base, step, block, other, ahead, h, t, query, factors, g, out, at): logits of 16 tokens.
 
     out[i, at : at + 16] = base * factors[0, g + i] + step * factors[1, g + i] * (query[g + i] . codes),
-    i < heads, for tokens t .. t + 15 of KV head h of `block`; the same of block `ahead` is fetched, as the
-    hardware cannot know where it is. codes uint8 [N, H, D / 2, B] (channel c in the low bits of row c,
+    i < heads, for tokens t .. t + 15 of KV head h of `block`, or if `pair`, with blocks of 8 tokens, for
+    those of `block` and of `other`; the same of block `ahead` is fetched, as the hardware cannot know where
+    it is. codes uint8 [N, H, D / 2, B] (channel c in the low bits of row c,
     c + D / 2 in the high ones), base and step float16 as uint16 [N, H, B], query [Hq, D] int8 as int32
     [Hq, D / 4], factors fp32 [2, Hq] (the sum of the query; its scale), out fp32 [heads, ...]. D a multiple
-    of 8, B of 16.
+    of 8, B of 16 or, if `pair`, 8.
     """
 
     @intrinsic
     def tile(
-        _: Any, codes: Any, base: Any, step: Any, block: Any, ahead: Any, h: Any, t: Any,
+        _: Any, codes: Any, base: Any, step: Any, block: Any, other: Any, ahead: Any, h: Any, t: Any,
         query: Any, factors: Any, g: Any, out: Any, at: Any,
     ) -> Any:  # fmt: skip
         def emit(context: Any, b: Any, signature: Any, args: Any) -> Any:
             features = _features() if forced_features is None else forced_features
-            codes, base, step, block, ahead, h, t, query, factors, g, out, at = arrays_of(
+            codes, base, step, block, other, ahead, h, t, query, factors, g, out, at = arrays_of(
                 context, b, signature, args
             )
             kv_heads, half, size = (b.extract_value(codes.shape, i) for i in (1, 2, 3))
             quads = b.udiv(half, _I64(4))
-            here, then = (b.mul(b.add(b.mul(x, kv_heads), h), size) for x in (block, ahead))  # [., ., 0]
+            then, *here = (
+                b.mul(b.add(b.mul(x, kv_heads), h), size)  # [., ., 0]
+                for x in ((ahead, block, other) if pair else (ahead, block))
+            )
             for x in (base, step):
                 prefetch_at(b, b.gep(x.data, [b.add(then, t)]))
             words = b.extract_value(query.shape, 1)
@@ -128,8 +143,8 @@ def make_code_tile(heads: int, forced_features: set[str] | None = None) -> Calla
             with cgutils.for_range(b, quads) as loop:
                 row = b.add(b.mul(b.mul(loop.index, _I64(4)), size), t)
                 prefetch_at(b, b.gep(codes.data, [b.add(b.mul(then, half), row)]))
-                start = b.gep(codes.data, [b.add(b.mul(here, half), row)])
-                four = _four_rows(b, start, size)
+                starts = [b.gep(codes.data, [b.add(b.mul(x, half), row)]) for x in here]
+                four = _four_rows_of_two(b, starts) if pair else _four_rows(b, starts[0], size)
                 low = b.and_(four, ir.Constant(_BYTES, [15] * 64))
                 high = b.lshr(four, ir.Constant(_BYTES, [4] * 64))
                 for at_query, (low_sum, high_sum) in zip(queries, sums, strict=True):
@@ -140,7 +155,9 @@ def make_code_tile(heads: int, forced_features: set[str] | None = None) -> Calla
                         four_channels = splat_value(b, b.load(b.gep(at_query, [word])))
                         value = _dot4(b, b.load(total), part, b.bitcast(four_channels, _BYTES), features)
                         b.store(value, total)
-            base_of, step_of = (_halves(b, b.gep(x.data, [b.add(here, t)]), features) for x in (base, step))
+            base_of, step_of = (
+                _halves(b, [b.gep(x.data, [b.add(at, t)]) for at in here], features) for x in (base, step)
+            )
             width = b.extract_value(factors.shape, 1)
             for i, (low_sum, high_sum) in enumerate(sums):
                 head = b.add(g, _I64(i))
@@ -160,7 +177,7 @@ def make_code_tile(heads: int, forced_features: set[str] | None = None) -> Calla
             return context.get_dummy_value()
 
         i64 = types.int64
-        kind = types.void(codes, base, step, i64, i64, i64, i64, query, factors, i64, out, i64)
+        kind = types.void(codes, base, step, i64, i64, i64, i64, i64, query, factors, i64, out, i64)
         return kind, emit
 
     return tile
@@ -176,3 +193,11 @@ def _four_rows(b: Any, start: ir.Value, size: ir.Value) -> ir.Value:
     pairs = [b.shuffle_vector(rows[i], rows[i + 1], thirty_two) for i in (0, 2)]
     turned = [16 * j + token for token in range(LANES) for j in range(4)]
     return b.shuffle_vector(*pairs, ir.Constant(ir.VectorType(_I32, 64), turned))
+
+
+def _four_rows_of_two(b: Any, starts: Sequence[ir.Value]) -> ir.Value:
+    """Of two blocks four rows' eight bytes, which follow one another, as [16, 4]; see _four_rows."""
+    rows = ir.VectorType(_I8, 32).as_pointer()
+    both = [b.load(b.bitcast(start, rows), align=1) for start in starts]
+    turned = [32 * block + 8 * j + token for block in range(2) for token in range(8) for j in range(4)]
+    return b.shuffle_vector(*both, ir.Constant(ir.VectorType(_I32, 64), turned))
