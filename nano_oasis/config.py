@@ -137,7 +137,10 @@ class EngineConfig:
     )
     max_num_seqs: int = _opt(256, "requests running at once", low=1, high=65536)
     max_num_batched_tokens: int = _opt(512, "tokens computed per step", low=1, high=2**20)
-    block_size: int = _opt(16, "tokens per KV block", low=1, high=1024)
+    block_size: int = _opt(
+        None, "tokens per KV block; default: 16, or 8 where blocks are chosen (kv_mode other than dense)",
+        low=1, high=1024,
+    )  # fmt: skip
     device_kv_memory: int | str | None = _opt(None, "bytes (or '2GiB') of KV on the device", bytes=True)
     num_device_blocks: int | None = _opt(
         None, "KV blocks on the device; overrides --device-kv-memory", low=1, high=2**31 - 1
@@ -207,6 +210,8 @@ class EngineConfig:
         return self.head_groups or num_kv_heads
 
     def __post_init__(self) -> None:
+        if self.block_size is None:
+            object.__setattr__(self, "block_size", 16 if self.kv_mode == "dense" else 8)
         hints = get_type_hints(type(self))
         for f in dataclasses.fields(self):
             self._check(f.name, getattr(self, f.name), hints[f.name], f.metadata)

@@ -16,7 +16,7 @@ from fractions import Fraction
 from nano_oasis.config import ConfigError, EngineConfig
 
 SWEPT = ("budget", "selector", "predictor", "miss_policy", "block", "head_groups")
-_DEFAULT = EngineConfig()
+_DEFAULT = EngineConfig(kv_mode="oasis")
 
 
 @dataclass(frozen=True)

@@ -64,8 +64,7 @@ def _choose_now(  # type: ignore[no-untyped-def]
         _best(mass, i, rows[i], slot_of, False, wanted, histogram)
     for i in range(len(rows)):
         row = rows[i]
-        on_device = _count(slot_of, row[SEAT])
-        _of_seat(rows, i, wanted, wanted, kept)
+        on_device = -1  # not known yet: most rows miss nothing
         for g in range(len(mass)):
             held = slot_of[g, row[SEAT]]
             for m in range(row[FIRST], row[BLOCKS]):
@@ -78,6 +77,9 @@ def _choose_now(  # type: ignore[no-untyped-def]
                 insists = row[POLICY] == WAIT or (row[POLICY] == REPAIR and mass[g, i, m] > threshold)
                 slot = NO_SLOT
                 if insists and held[m] == EMPTY:
+                    if on_device < 0:
+                        on_device = _count(slot_of, row[SEAT])
+                        _of_seat(rows, i, wanted, wanted, kept)
                     slot, on_device = _claim(
                         g, m, row, kept, slot_of, used_at, on_device, caps[i], free, free_count, reserve
                     )
@@ -96,7 +98,12 @@ def _choose_read(  # type: ignore[no-untyped-def]
     counts[ASKS] = 0
     for i in range(len(rows)):
         row = rows[i]
-        _best(mass, i, row, slot_of, True, read, histogram)
+        if _all_here(wanted, i, row, slot_of):
+            for g in range(len(mass)):  # the best of all are the best of those that are here
+                for m in range(read.shape[2]):
+                    read[g, i, m] = wanted[g, i, m]
+        else:
+            _best(mass, i, row, slot_of, True, read, histogram)
         for g in range(len(mass)):
             count = 0
             for m in range(row[FIRST], row[BLOCKS]):
@@ -106,9 +113,9 @@ def _choose_read(  # type: ignore[no-untyped-def]
                     count += 1
             tokens[g, i] = (count - 1) * block_size + row[TAIL]
     for i in range(len(rows)):
-        if most[i] == 0:
-            continue
         row = rows[i]
+        if most[i] == 0 or (not has_ahead and _all_here(wanted, i, row, slot_of)):
+            continue
         _of_seat(rows, i, wanted, read, kept)
         if has_ahead:
             _best(ahead, i, row, slot_of, False, wanted, histogram)
@@ -176,6 +183,16 @@ def _best(mass, i, row, slot_of, resident, best, histogram):  # type: ignore[no-
             elif bits[g, i, m] == prefix and left > 0:
                 best[g, i, m] = True
                 left -= 1
+
+
+@jit
+def _all_here(wanted, i, row, slot_of):  # type: ignore[no-untyped-def]
+    """Whether no wanted block of row i is missing."""
+    for g in range(len(wanted)):
+        for m in range(row[FIRST], row[BLOCKS]):
+            if wanted[g, i, m] and slot_of[g, row[SEAT], m] < 0:
+                return False
+    return True
 
 
 @jit
