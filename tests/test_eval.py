@@ -20,7 +20,7 @@ from nano_oasis.config import ConfigError
 from nano_oasis.eval import api, run
 from nano_oasis.eval.__main__ import build_parser, main
 from nano_oasis.eval.decoder import Decoder
-from nano_oasis.eval.recall import Choice, measure_recall
+from nano_oasis.eval.recall import Choice, RecordingView, measure_recall
 from nano_oasis.eval.session import Session
 from nano_oasis.eval.settings import Setting
 from nano_oasis.eval.tasks import Sample
@@ -71,7 +71,9 @@ def dense_outputs(session, rows, length):
     return outputs, kept
 
 
-@pytest.mark.parametrize(("block", "groups", "predictor"), [(8, 1, "current"), (16, 2, "previous")])
+@pytest.mark.parametrize(
+    ("block", "groups", "predictor"), [(8, 1, "current"), (16, 2, "previous"), (8, 2, "lookahead")]
+)
 def test_a_budget_for_everything_equals_dense(session, block, groups, predictor):
     """From sealed blocks, through the tier, the tickets and the kernels: nothing is lost or misplaced."""
     rows = range(len(session.samples))
@@ -90,6 +92,26 @@ def test_a_budget_for_everything_equals_dense(session, block, groups, predictor)
     # The same host blocks again, in another order and company: decoding did not spoil them.
     again, _, _ = session.oasis(setting, [5, 3], [20, 20])
     assert again == [outputs[5], outputs[3]]
+
+
+def test_drafts_foretell_and_a_simulated_link_is_waited_for(session):
+    """A lookahead setting orders by its guesses' queries; a slow wire costs time and changes nothing else."""
+    rows, lengths, slow = [3, 4, 5], [8, 8, 8], Session(session.decoder, session.samples, 20, bandwidth=2e6)
+    slow.cache, slow.dense = session.cache, session.dense
+    try:
+        for predictor in ("previous", "lookahead"):
+            setting = Setting("96", "exact", predictor, "wait", 8)
+            want, _, fast = session.oasis(setting, rows, lengths)
+            with slow._oasis(setting, rows) as (kv, requests):
+                got, errors = session.decoder.play(
+                    kv, requests, lengths, None, None, predictor == "lookahead"
+                )
+                measured = kv.lookahead.agreement["lookahead"].count
+                assert kv.coordinator.stats.exposed_s > fast.exposed_s
+            assert got == want and not errors  # every miss is waited for: the same blocks are read
+            assert (measured > 0) == (predictor == "lookahead")
+    finally:
+        slow.close()
 
 
 def test_means_stand_in_for_what_is_missing(session):
@@ -122,7 +144,7 @@ def test_pressure_is_real(session):
         kv.check()
         for request in requests:
             seat = kv.seats[request.id]
-            assert not seat.dense and seat.budget == 6
+            assert not seat.dense and seat.budget == 12
         held = int((kv.residency.slot_of >= 0).sum()) + len(kv.flights)
         assert held <= kv.pool.num_slots - kv.reserve + kv.planes * len(rows)
         assert kv.pool.num_slots == kv.reserve + sum(s.floor for s in kv.seats.values())
@@ -163,8 +185,6 @@ def test_a_draft_that_is_right_sees_what_the_next_step_sees(session, monkeypatch
 def test_the_recording_pass_is_the_model(session):
     """Its hidden states are those of dense decoding: the mask and the positions of its rows are right."""
     outputs, logits = dense_outputs(session, [5], 6)
-    from nano_oasis.eval.recall import RecordingView
-
     view = RecordingView(session, 5, 6, [])
     tokens = torch.tensor([session.samples[5].ids[-1], *outputs[0][:5], *[7] * 5])
     with torch.inference_mode():
@@ -288,6 +308,7 @@ def test_the_report_stands_alone(folders, tmp_path):
         ({}, "nothing to evaluate"),
         ({"tasks": "vt", "context": 5000}, "context: 5000 tokens are more than the model's 4096"),
         ({"tasks": "vt", "context": "x"}, "context: must be whole numbers"),
+        ({"tasks": "vt", "link_bandwidth": "fast"}, "link_bandwidth: expected a number of bytes"),
         ({"tasks": "vt", "head_groups": 3}, "head_groups: 3 does not divide the model's 2 KV heads"),
         ({"tasks": "vt", "samples": 0}, "samples: must be a whole number of at least 1, got 0"),
         ({"tasks": "vt", "miss_policy": "hope"}, "miss_policy: must be one of"),

@@ -13,7 +13,7 @@ from make_tokenizers import CHATML, write_bpe_folder
 
 from nano_oasis.config import ConfigError
 from nano_oasis.eval.data import DataError, data_samples, read_data
-from nano_oasis.eval.recall import draft_next
+from nano_oasis.eval.decoder import draft_next
 from nano_oasis.eval.results import quantile
 from nano_oasis.eval.score import score_answer
 from nano_oasis.eval.settings import Setting, make_settings, parse_budget
@@ -212,7 +212,7 @@ def test_data_becomes_samples(tmp_path, tokenizer):
 
 # --- settings, and the small parts of the figures ----------------------------------------------------------
 def test_settings_are_the_product_and_refuse_by_name():
-    settings = make_settings([64, "1/8"], ["fourbit", "mean"], ["previous"], ["wait"], [16, 32], [1])
+    settings = make_settings([64, "1/8"], ["fourbit", "mean"], ["previous"], ["wait"], [8, 32], [None])
     assert len(settings) == 8 and settings[0] == Setting("64") and settings[0].tokens(4000) == 64
     assert Setting().tokens(4000) == 500 and str(Setting()) == "fourbit 1/8"
     assert str(Setting("64", "mean", "previous", "repair", 32, 2)) == "mean 64 repair block 32 head groups 2"

@@ -36,7 +36,7 @@ def build_parser() -> argparse.ArgumentParser:
         ("budget", f"tokens read per layer, or a share of the context (default: {_DEFAULT.budget})"),
         ("selector", f"key sketch: exact (the oracle), fourbit, twobit, sign1, minmax, mean (default: "
                      f"{_DEFAULT.selector})"),
-        ("predictor", f"previous, current (default: {_DEFAULT.predictor})"),
+        ("predictor", f"previous, lookahead, current (default: {_DEFAULT.predictor})"),
         ("miss-policy", f"repair, wait, estimate, skip (default: {_DEFAULT.miss_policy})"),
         ("block", f"tokens per KV block (default: {_DEFAULT.block})"),
         ("head-groups", "block choices per layer (default: one for each KV head)"),
@@ -49,6 +49,8 @@ def build_parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--max-new-tokens", type=int, help="longest answer; default: the task's own, 64 for data"
     )
+    parser.add_argument("--link-bandwidth", metavar="BYTES", help="copies take as long as over a link of so "
+                        "many bytes a second, such as 2GiB; default: as they take")  # fmt: skip
     parser.add_argument("--batch", type=int, help="samples decoded together; default: by memory, at most 16")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--dtype", default="float32", choices=("float32", "bfloat16", "float16"))

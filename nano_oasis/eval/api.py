@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 import nano_oasis
-from nano_oasis.config import ConfigError, ModelConfig
+from nano_oasis.config import ConfigError, ModelConfig, parse_bytes
 from nano_oasis.eval.data import data_samples, read_data
 from nano_oasis.eval.decoder import Decoder
 from nano_oasis.eval.records import RecordFile
@@ -47,6 +47,7 @@ def run(
     steps: int = 64,
     max_new_tokens: int | None = None,
     batch: int | None = None,
+    link_bandwidth: int | str | None = None,
     dtype: str = "float32",
     threads: int = 0,
     output: str | Path | None = None,
@@ -59,8 +60,9 @@ def run(
     in tokens, answer included (of a text: before the first step). samples: per task and context. budget:
     tokens, or a share of the context such as "1/8". steps: teacher-forced tokens per sample, for KL and
     recall. max_new_tokens: instead of a task's own; of data's replies, 64. batch: samples decoded together;
-    by default what a third of the memory holds, at most 16. threads: 0 = all cores. output: a folder; what is
-    already in its results.jsonl is not done again, and eval.json and report.html are written there.
+    by default what a third of the memory holds, at most 16. link_bandwidth: of a simulated link, bytes a
+    second (or "2GiB"); by default copies take the time they take. threads: 0 = all cores. output: a folder;
+    what is already in its results.jsonl is not done again, and eval.json and report.html are written there.
     progress(what, done, total) is called as records are made, loading(part, done, total) before.
 
     Raises ConfigError, TaskError or DataError for what cannot be run, weights.CheckpointError and
@@ -71,6 +73,7 @@ def run(
         _list(budget), _list(selector), _list(predictor), _list(miss_policy), _list(block), _list(head_groups)
     )
     _check_numbers(samples=samples, steps=steps, max_new_tokens=max_new_tokens, batch=batch)
+    bandwidth = None if link_bandwidth is None else float(parse_bytes(link_bandwidth, "link_bandwidth"))
     if dtype not in DTYPES:
         raise ConfigError(f"dtype: must be one of {', '.join(DTYPES)}, got {dtype!r}")
     chosen = choose_tasks(_list(tasks))
@@ -101,7 +104,7 @@ def run(
         steps * config.vocab_size, _memory() // 3,
     )  # fmt: skip
     salt = model_salt(config, _sizes(path), DTYPES[dtype], nano_oasis.__version__)
-    plan = Plan(made, settings, steps, batch, salt)
+    plan = Plan(made, settings, steps, batch, salt, bandwidth)
     folder = Path(output) if output is not None else None
     records = RecordFile(folder)
     if not all(map(records.done, plan.keys)):
@@ -126,7 +129,8 @@ def _meta(
         "model": Path(model).name if Path(model).exists() else model, "family": config.family,
         "layers": config.num_layers, "kv_heads": config.num_kv_heads,
         "head_dim": config.head_dim, "dtype": dtype, "seed": seed, "contexts": contexts, "samples": samples,
-        "steps": plan.steps, "batch": plan.batch, "settings": [vars(s) for s in plan.settings],
+        "steps": plan.steps, "batch": plan.batch, "link_bandwidth": plan.bandwidth,
+        "settings": [vars(s) for s in plan.settings],
         "chat_template": tokenizer.chat_template is not None, "version": nano_oasis.__version__,
     }  # fmt: skip
 

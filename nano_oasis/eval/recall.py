@@ -20,21 +20,11 @@ import torch
 from torch import Tensor
 
 from nano_oasis.config import EngineConfig
+from nano_oasis.eval.decoder import draft_next
 from nano_oasis.eval.session import Session
 from nano_oasis.memory.sketch import Selector, Sketch, make_selector, top_blocks
 
 PREDICTORS = ("oracle", "current", "lookahead", "previous")
-
-
-def draft_next(tokens: Sequence[int]) -> int:
-    """A guess at what follows: what followed the longest earlier match of the last 3, 2 or 1 tokens, the
-    newest match first; without one, the last token again. Prompt lookup (Saxena, 2023)."""
-    for n in (3, 2, 1):
-        tail = list(tokens[-n:])
-        for at in range(len(tokens) - n - 1, -1, -1):
-            if tokens[at] == tail[0] and list(tokens[at : at + n]) == tail:
-                return tokens[at + n]
-    return tokens[-1]
 
 
 @dataclass(frozen=True)

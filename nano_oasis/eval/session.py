@@ -27,7 +27,7 @@ from nano_oasis.memory.coordinator import PrefetchCoordinator
 from nano_oasis.memory.dense_kv import DenseKV
 from nano_oasis.memory.host_tier import HostTier
 from nano_oasis.memory.kv_cache import KVCache
-from nano_oasis.memory.link import BlockMover, MemcpyLink
+from nano_oasis.memory.link import BlockMover, Link, MemcpyLink, SimulatedLink
 from nano_oasis.memory.oasis_kv import OasisKV
 from nano_oasis.memory.sketch import make_selector
 from nano_oasis.memory.sketch_slabs import SketchSlabs
@@ -35,6 +35,7 @@ from nano_oasis.memory.stream import Stage
 from nano_oasis.request import Request, SamplingParams, ScheduledRow
 
 CHUNK = 512  # prefill tokens per forward pass
+LATENCY = 20e-6  # seconds of each copy on a simulated link
 DENSE_BLOCK = 16  # of the dense cache, whatever block size is swept
 
 
@@ -68,9 +69,12 @@ class Measured:
 class Session:
     """Prompts decoded together. Everything is given back by close()."""
 
-    def __init__(self, decoder: Decoder, samples: Sequence[Sample], room: int) -> None:
-        """room: tokens that may be decoded after a prompt, at most."""
-        self.decoder, self.samples, self.room = decoder, samples, room
+    def __init__(
+        self, decoder: Decoder, samples: Sequence[Sample], room: int, bandwidth: float | None = None
+    ) -> None:
+        """room: tokens that may be decoded after a prompt, at most. bandwidth: of a simulated link, bytes per
+        second; None: copies in memory."""
+        self.decoder, self.samples, self.room, self.bandwidth = decoder, samples, room, bandwidth
         self.first = [0]
         for sample in samples:
             self.first.append(self.first[-1] + -(-(len(sample.ids) + room) // DENSE_BLOCK))
@@ -135,7 +139,8 @@ class Session:
                     see(step, going, logits)
                     watching += time.perf_counter() - start
 
-            outputs, errors = self.decoder.play(kv, requests, lengths, watch, teacher)
+            drafts = setting.predictor == "lookahead"
+            outputs, errors = self.decoder.play(kv, requests, lengths, watch, teacher, drafts)
             measured.seconds = time.perf_counter() - began - watching
             for name, value in _counts(kv).items():
                 setattr(measured, name, value - before[name])
@@ -157,7 +162,11 @@ class Session:
         slots = self._slots_at_caps(options, tier, sketches, requests, max_len, heads)
         shape = (slots, setting.block, heads, c.head_dim)
         keys, values = (torch.empty(shape, dtype=self.decoder.dtype) for _ in range(2))
-        coordinator = PrefetchCoordinator(MemcpyLink(BlockMover(tier.host, keys, values)))
+        mover = BlockMover(tier.host, keys, values)
+        link: Link = MemcpyLink(mover)
+        if self.bandwidth is not None:
+            link = SimulatedLink(mover, bandwidth=self.bandwidth, latency_s=LATENCY, lanes=2)
+        coordinator = PrefetchCoordinator(link)
         kv = self._store(options, tier, keys, values, sketches, coordinator, max_len)
         self._fill_centroids(kv, tier)
         coordinator.start()

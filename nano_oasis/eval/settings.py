@@ -45,8 +45,10 @@ class Setting:
 
     def engine(self, budget: int, rows: int) -> EngineConfig:
         """The engine's options for decoding `rows` samples together; budget in tokens. Raises ConfigError."""
+        ahead = self.predictor == "lookahead"  # needs drafts: the session makes one guess a step
         return EngineConfig(
-            kv_mode="oasis", block_size=self.block, kv_budget=budget, selector=self.selector,
+            kv_mode="oasis", draft="ngram" if ahead else "none", num_draft_tokens=1 if ahead else None,
+            block_size=self.block, kv_budget=budget, selector=self.selector,
             predictor=self.predictor, miss_policy=self.miss_policy, head_groups=self.head_groups,
             max_num_seqs=rows, max_num_batched_tokens=rows,
         )  # fmt: skip

@@ -37,9 +37,11 @@ class Plan:
     steps: int
     batch: int
     salt: str  # whatever else shapes a result: model, dtype, version
+    bandwidth: float | None = None  # bytes per second of a simulated link
 
     def __post_init__(self) -> None:
-        self._digests = {s.name: fingerprint(self.salt, s, self.steps) for s in self.samples}
+        link = [] if self.bandwidth is None else [self.bandwidth]
+        self._digests = {s.name: fingerprint(self.salt, s, self.steps, *link) for s in self.samples}
         self.keys = [self.key(s, w) for s in self.samples for w in self.wanted(s)]
 
     def wanted(self, sample: Sample) -> list[Setting | Choice | None]:
@@ -109,7 +111,7 @@ def _run_batch(
 ) -> None:
     where = f"{samples[0].group} {samples[0].context or ''}".strip()
     room = max(max(s.max_new, len(s.teacher)) for s in samples)
-    session = Session(decoder, samples, room)
+    session = Session(decoder, samples, room, plan.bandwidth)
     try:
         for row in range(len(samples)):
             tell(f"{where}: prefill {row + 1} of {len(samples)}")

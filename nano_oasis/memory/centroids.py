@@ -36,6 +36,7 @@ class Centroids:
         are valid [n, m].
         """
         means = self.means[layer][blocks][:, :, :, heads].float()  # [n, m, 2, H, D]
+        means = means.masked_fill(~valid[:, :, None, None, None], 0.0)  # others may never have been written
         query = q.float().view(len(q), means.shape[3], -1, q.shape[-1])  # [n, H, G, D]
         logits = torch.einsum("nhgd,nmhd->nhgm", query, means[:, :, 0]) * scale + math.log(block_size)
         logits = logits.masked_fill(~valid[:, None, None], -torch.inf)

@@ -15,6 +15,7 @@ behind `previous` uses that one instead, until it is ahead again.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -23,7 +24,7 @@ from nano_oasis.kernels import select
 from nano_oasis.memory.oasis_rows import Layout, Rows
 from nano_oasis.memory.seat import Seat
 
-EVERY = 4  # layers; one of so many is measured
+EVERY = 4  # layers that choose; one of so many is measured
 MEMORY = 0.9
 
 
@@ -40,8 +41,9 @@ class Agreement:
 
 
 class Lookahead:
-    def __init__(self, enabled: bool) -> None:
-        self.enabled = enabled  # predictor=lookahead
+    def __init__(self, enabled: bool, layers: Sequence[int]) -> None:
+        """enabled: predictor=lookahead. layers: those that choose blocks."""
+        self.enabled, self.measured = enabled, set(layers[::EVERY])
         self.agreement = {"lookahead": Agreement(), "previous": Agreement()}
 
     def ahead(self, rows: Rows, mass: np.ndarray) -> np.ndarray | None:
@@ -69,7 +71,7 @@ class Lookahead:
     def measure(self, layer: int, rows: Rows, x: Layout, own: np.ndarray, mass: np.ndarray) -> None:
         """own bool [G, n, M]: what the rows' own queries want; mass fp32 [G, n, M]. Both predictors are
         judged, whichever is used."""
-        if layer % EVERY or not rows.has_drafts or not mass.any():
+        if layer not in self.measured or not rows.has_drafts or not mass.any():
             return
         for last in np.flatnonzero(rows.last):
             seat, first = rows.seats[last], last - rows.drafts[last]

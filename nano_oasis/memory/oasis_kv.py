@@ -78,7 +78,8 @@ class OasisKV:
             self.centroids = Centroids(self.host.num_blocks, c.num_layers, c.num_kv_heads, c.head_dim)
         self._generation = 0
         self._step_seconds, self._began = 0.0, time.monotonic()
-        self.lookahead = Lookahead(o.predictor == "lookahead")
+        choosing = [i for i in range(c.num_layers) if c.window(i) is None]
+        self.lookahead = Lookahead(o.predictor == "lookahead", choosing)
         # Blocks a request may hold beyond its sealed ones: the newest, and more that drafts reach into.
         self.tail_blocks = 1 + -(-o.most_drafts // self.block_size)
         self.flights = Flights(self.coordinator, self.residency, self.seats, self.groups)
