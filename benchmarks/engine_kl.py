@@ -230,7 +230,7 @@ def main() -> None:
     )
     parser.add_argument("--texts", nargs="*", default=list(real_texts()))
     parser.add_argument("--settings", nargs="*", default=SETTINGS, choices=SETTINGS + WITH_DRAFTS)
-    parser.add_argument("--head-groups", type=int, nargs="*", default=[3])
+    parser.add_argument("--head-groups", type=int, nargs="*", default=[None])
     parser.add_argument("--bandwidth", type=float, help="bytes/s of a simulated link; default: plain copies")
     parser.add_argument("--latency", type=float, default=5e-5, help="of the simulated link, seconds")
     parser.add_argument("--drafts", type=int, default=0, help="draft tokens per step (draft auto)")

@@ -138,7 +138,7 @@ class EngineConfig:
     max_num_seqs: int = _opt(256, "requests running at once", low=1, high=65536)
     max_num_batched_tokens: int = _opt(512, "tokens computed per step", low=1, high=2**20)
     block_size: int = _opt(
-        None, "tokens per KV block; default: 16, or 8 where blocks are chosen (kv_mode other than dense)",
+        None, "tokens per KV block; default: 16, or 8 where blocks are chosen (kv_mode=oasis)",
         low=1, high=1024,
     )  # fmt: skip
     device_kv_memory: int | str | None = _opt(None, "bytes (or '2GiB') of KV on the device", bytes=True)
@@ -169,7 +169,7 @@ class EngineConfig:
         "a wanted block that is late: wait for it, or for the heavy ones, take its mean, or skip it",
         choices=MISS_POLICIES,
     )  # fmt: skip
-    repair_threshold: float = _oasis(0.02, "repair waits above this share of the mass", low=0, high=1)
+    repair_threshold: float = _oasis(0.02, "repair waits above this share of a choice's mass", low=0, high=1)
     sink_blocks: int = _oasis(1, "first blocks, always read", low=0, high=1024)
     recent_blocks: int = _oasis(4, "newest blocks, always read", low=1, high=1024)
     dense_layers: int = _oasis(0, "first layers that keep and read everything", low=0, high=1024)
@@ -207,11 +207,16 @@ class EngineConfig:
             raise ConfigError(
                 f"head_groups: {self.head_groups} does not divide the model's {num_kv_heads} KV heads"
             )
-        return self.head_groups or num_kv_heads
+        return self.head_groups or (num_kv_heads if self.chooses else 1)
+
+    @property
+    def chooses(self) -> bool:
+        """Attention of some pass reads chosen blocks: in the lossless mode the drafts' alone."""
+        return self.kv_mode == "oasis" or (self.kv_mode == "lossless" and self.draft != "none")
 
     def __post_init__(self) -> None:
         if self.block_size is None:
-            object.__setattr__(self, "block_size", 16 if self.kv_mode == "dense" else 8)
+            object.__setattr__(self, "block_size", 8 if self.chooses else 16)
         hints = get_type_hints(type(self))
         for f in dataclasses.fields(self):
             self._check(f.name, getattr(self, f.name), hints[f.name], f.metadata)
@@ -242,7 +247,8 @@ class EngineConfig:
         if self.predictor == "lookahead" and self.draft == "none":
             raise ConfigError("predictor: lookahead needs a draft, and draft is none")
         if self.kv_mode == "lossless":  # verification reads everything; drafts wait for nothing
-            for name in ("predictor", "miss_policy", "audit_every"):
+            unread = () if self.chooses else ("head_groups",)
+            for name in ("predictor", "miss_policy", "audit_every", *unread):
                 if getattr(self, name) != getattr(EngineConfig, name):  # the default
                     raise ConfigError(f"{name}: means nothing with kv_mode=lossless, which reads everything")
         if self.audit_recall and not self.audit_every:

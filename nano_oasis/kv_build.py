@@ -29,7 +29,7 @@ from nano_oasis.scheduler.scheduler import Gate
 log = logging.getLogger(__name__)
 
 _CPU_KV_DEFAULT = 4 * 2**30
-_STAGE_BLOCKS = 64  # of one layer: what a prefill chunk reads from the host tier at once
+_STAGE_TOKENS = 1024  # of one layer: what a prefill chunk reads from the host tier at once
 
 
 @dataclass(frozen=True)
@@ -94,7 +94,9 @@ def _make_oasis(
     except HostTierError as error:
         raise ConfigError(f"host tier: {error}") from error
     coordinator = PrefetchCoordinator(MemcpyLink(BlockMover(host, keys, values)))
-    stage = Stage(_STAGE_BLOCKS, config.block_size, heads, model.head_dim, dtype, device)
+    stage = Stage(
+        max(_STAGE_TOKENS // config.block_size, 1), config.block_size, heads, model.head_dim, dtype, device
+    )
     sketches = SketchSlabs(make_selector(config.selector), host_blocks, model.num_layers)
     kernels = select_kernels(device, dtype)
     kv = OasisKV(model, config, kernels, host, keys, values, sketches, coordinator, stage, max_len)

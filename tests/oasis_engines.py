@@ -55,12 +55,12 @@ def dense_engine(model, num_blocks=400, **options) -> Engine:
     return engine_of(model, DenseKV(cache, select_kernels("cpu")), BlockManager(num_blocks, B), **options)
 
 
-def oasis_engine(model, num_slots, host_blocks=400, link=None, draft=None, drafts=None, **settings) -> Engine:
+def oasis_engine(model, slots, host_blocks=400, link=None, draft=None, drafts=None, **settings) -> Engine:
+    """slots: blocks of one layer that the device holds, of all heads."""
     settings = {
         "max_num_seqs": 6,
         "max_num_batched_tokens": 32,
         "selector": "exact",
-        "head_groups": 1,
     } | settings
     settings = {
         "kv_mode": "oasis",
@@ -68,8 +68,9 @@ def oasis_engine(model, num_slots, host_blocks=400, link=None, draft=None, draft
         "num_draft_tokens": drafts,
     } | settings
     c, options = model.config, EngineConfig(block_size=B, **settings)
-    heads = c.num_kv_heads // options.groups_of(c.num_kv_heads)
-    keys, values = (torch.full((num_slots, B, heads, c.head_dim), torch.nan) for _ in range(2))
+    groups = options.groups_of(c.num_kv_heads)
+    heads = c.num_kv_heads // groups
+    keys, values = (torch.full((slots * groups, B, heads, c.head_dim), torch.nan) for _ in range(2))
     host = HostTier.create(c, host_blocks, B, torch.float32)
     mover = BlockMover(host, keys, values)
     coordinator = (

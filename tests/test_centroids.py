@@ -73,7 +73,7 @@ def near(got: torch.Tensor, want: torch.Tensor) -> None:
 
 @pytest.mark.parametrize("groups", [1, 2])
 def test_the_engine_estimates_what_is_missing_and_never_waits_for_it(model, groups: int) -> None:
-    slots = model.config.num_layers * 40 * groups
+    slots = model.config.num_layers * 40
     engine = oasis_engine(
         model, slots, kv_budget=64, miss_policy="estimate", head_groups=groups, link=slow_failing_link(3, 0.3)
     )

@@ -100,16 +100,14 @@ def test_drafts_foretell_and_a_simulated_link_is_waited_for(session):
     slow.cache, slow.dense = session.cache, session.dense
     try:
         for predictor in ("previous", "lookahead"):
-            setting = Setting("96", "exact", predictor, "wait", 8)
+            setting, ahead = Setting("96", "exact", predictor, "wait", 8), predictor == "lookahead"
             want, _, fast = session.oasis(setting, rows, lengths)
             with slow._oasis(setting, rows) as (kv, requests):
-                got, errors = session.decoder.play(
-                    kv, requests, lengths, None, None, predictor == "lookahead"
-                )
+                got, errors = session.decoder.play(kv, requests, lengths, drafts=ahead)
                 measured = kv.lookahead.agreement["lookahead"].count
                 assert kv.coordinator.stats.exposed_s > fast.exposed_s
             assert got == want and not errors  # every miss is waited for: the same blocks are read
-            assert (measured > 0) == (predictor == "lookahead")
+            assert (measured > 0) == ahead
     finally:
         slow.close()
 

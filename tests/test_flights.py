@@ -145,3 +145,19 @@ def test_what_is_brought_at_once(world, ends) -> None:
         assert [place(world, p) for p in (4, 5)] == (slots.tolist() if there else [FLYING, FLYING])
         assert (world.residency.ages[1, world.seat.index, 4] == 9) == there
     world.residency.check(2 if ends is State.FAILED else 0)
+
+
+def test_a_seat_is_trimmed_to_a_cap_that_its_head_groups_share() -> None:
+    """Least recently read first, in whichever group; sink, newest and what is on its way stay."""
+    pool = SlotPool(40)
+    residency = Residency(pool, planes=4, seats=2, max_blocks=6, groups=2)
+    seat = residency.sit()
+    residency.add(seat, range(6), 5)
+    residency.used_at[0, seat, 1:4] = torch.tensor([1, 2, 3], dtype=torch.int32)  # layer 0, group 0
+    residency.used_at[1, seat, 1:4] = torch.tensor([4, 1, 4], dtype=torch.int32)  # group 1
+    residency.trim(seat, torch.tensor([9, 12]), keep_first=1, keep_last=2, end=6)
+    gone = {tuple(x) for x in (residency.slot_of[:, seat] == EMPTY).nonzero().tolist()}
+    assert gone == {(0, 1), (0, 2), (1, 2)} and pool.num_free == 40 - 24 + 3
+    residency.check(0)
+    residency.trim(seat, torch.tensor([0, 0]), keep_first=1, keep_last=2, end=0)  # nothing sealed yet
+    assert pool.num_free == 40 - 24 + 3

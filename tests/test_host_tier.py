@@ -253,3 +253,21 @@ def test_stores_beside_loads_of_other_blocks(fmt):
             alone.store(torch.arange(100), *source)
             expected = [alone.checksum(b) for b in range(100)]
         assert [tier.checksum(b) for b in moving.tolist()] == expected
+
+
+@pytest.mark.parametrize("fmt", ["auto", "int8"])
+@pytest.mark.parametrize("dtype", DTYPES, ids=DTYPES.get)
+def test_head_groups_of_different_blocks_load_as_one_by_one(dtype, fmt) -> None:
+    with create(dtype=dtype, format=fmt) as tier:
+        tier.store(torch.arange(12), *kv(12, dtype))
+        blocks, groups, slots = ids(2, 3, 3, 11), torch.arange(4) % H, ids(4, 0, 7, 5)
+        pools = torch.full((2, 8, B, 1, D), -7.0, dtype=dtype)
+        tier.load_groups(1, blocks, groups, slots, *pools)
+        for i, slot in enumerate(slots.tolist()):
+            want = torch.empty(2, 1, B, 1, D, dtype=dtype)
+            heads = slice(int(groups[i]), int(groups[i]) + 1)
+            tier.load(1, blocks[i : i + 1], *want, heads=heads)
+            assert torch.equal(pools[:, slot], want[:, 0])
+        assert (pools[:, [1, 2, 3, 6]] == -7).all()
+        with pytest.raises(HostTierError, match="block ids"):
+            tier.load_groups(1, ids(12), ids(0), ids(0), *pools)

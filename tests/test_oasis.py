@@ -33,11 +33,11 @@ def test_with_room_or_budget_for_all_outputs_equal_dense(folders, family, groups
     model = model_of(folders[family])
     prompts = prompts_of([5, 100, 33, 64, 180, 9])
     expected = outputs(dense_engine(model), prompts, GREEDY)
-    planes = model.config.num_layers * groups
-    roomy = oasis_engine(model, planes * 120, head_groups=groups)
+    layers = model.config.num_layers
+    roomy = oasis_engine(model, layers * 120, head_groups=groups)
     assert outputs(roomy, prompts, GREEDY) == expected
     # Now nothing fits whole, but the budget covers every context: all that is wanted is fetched.
-    tight = oasis_engine(model, planes * 60, head_groups=groups, kv_budget=LIMIT, miss_policy="wait")
+    tight = oasis_engine(model, layers * 60, head_groups=groups, kv_budget=LIMIT, miss_policy="wait")
     assert outputs(tight, prompts, GREEDY) == expected
 
 
@@ -53,7 +53,7 @@ def test_prefill_longer_than_the_device_is_exact(folders):
         x, y = a.outputs[0].logprobs[0], b.outputs[0].logprobs[0]
         assert list(x) == list(y)
         assert [v.logprob for v in x.values()] == pytest.approx([v.logprob for v in y.values()], abs=1e-4)
-    assert small.runner.kv.pool.num_slots < model.config.num_layers * 200 // B
+    assert small.runner.kv.pool.num_slots < small.runner.kv.planes * 200 // B
 
 
 @pytest.mark.parametrize(
@@ -268,11 +268,11 @@ def test_int8_host_tier_and_file_behind_the_engine(folders, tmp_path):
         with LLM(str(tmp_path / "m"), **options, **oasis, **extra) as llm:
             outs = llm.generate(prompts, GREEDY)
             assert [len(o.outputs[0].token_ids) for o in outs] == [20, 20, 20]
-            assert llm.engine.runner.kv.pool.num_slots == 24 * 3
+            assert llm.engine.runner.kv.pool.num_slots == 24 * 3 * 2  # layers, KV heads
             again = llm.generate(prompts[0], GREEDY)[0]
-            assert again.num_cached_tokens == 288  # found in the host tier
+            assert again.num_cached_tokens == 296  # found in the host tier
             device, host = again.kv_bytes  # 20 new tokens: 19 are computed
-            assert host == 319 // 16 * llm.engine.runner.kv.host.bytes_per_block and device > 0
+            assert host == 319 // 8 * llm.engine.runner.kv.host.bytes_per_block and device > 0
     assert not list(tmp_path.glob("kv*"))
 
 

@@ -124,6 +124,10 @@ def test_slots_are_kept_and_budgets_respected(seed: int, n: int, width: int, gro
     wanted = w.wanted.copy()
     w.choose(select, most)
     given_later = asked(w)
+    for seat in dict.fromkeys(w.rows[:, select.SEAT].tolist()):  # more only out of plenty
+        held, had = ((x[:, seat] != EMPTY).sum() for x in (w.slot_of, before))
+        caps = w.caps[w.rows[:, select.SEAT] == seat]
+        assert held <= max(caps.max(), had) or w.reserve == 0
     read_slots = set(w.table[w.table != -9].tolist())
     assert not read_slots & {s for *_, s in given_later}, "what is read now is written over"
     slots = [s for *_, s in given_now + given_later if s != NO_SLOT]

@@ -128,7 +128,7 @@ def test_lossless_equals_dense_under_pressure(folders, family, seed, faults):
     )
     groups, per_layer = rng.choice([1, 2]), rng.choice([50, 62])
     engine = oasis_engine(
-        model, model.config.num_layers * groups * per_layer, link=link, kv_mode="lossless", kv_budget=48,
+        model, model.config.num_layers * per_layer, link=link, kv_mode="lossless", kv_budget=48,
         draft=draft, drafts=rng.choice([1, 3, 5]), selector=rng.choice(["exact", "mean"]),
         head_groups=groups, max_num_seqs=4,
     )  # fmt: skip

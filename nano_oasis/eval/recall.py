@@ -165,7 +165,7 @@ class _Picker:
         self.valid = at < count[:, None]  # [T, M]
         sink, recent = options.sink_blocks, options.recent_blocks
         self.forced = self.valid & ((at < sink) | (at >= count[:, None] - recent))
-        self.budget = max(choice.budget // choice.block, sink + recent + 1)
+        self.budget = max(-(-choice.budget // choice.block), sink + recent + 1)
 
     def __call__(self, mass: Tensor) -> Tensor:
         """mass [T, groups, full] -> the blocks read, [T, groups, M] bool."""

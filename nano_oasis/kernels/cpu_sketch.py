@@ -178,7 +178,8 @@ def _logits_of_pairs(q, factors, g, n, codes, base, step, head, blocks, logits):
     """As _logits. An odd last block is its own partner, and its logits stand there twice."""
     last = len(blocks) - 1
     for i in range(0, len(blocks), 2):
-        block, other, ahead = blocks[i], blocks[min(i + 1, last)], blocks[min(i + 2 * AHEAD, last)]
+        block, other = blocks[i], blocks[min(i + 1, last)]
+        ahead = blocks[min(i + 2 * AHEAD, last)]  # of two blocks one is fetched early
         at = i * PAIRED
         if n == 1:
             _pair1(codes, base, step, block, other, ahead, head, 0, q, factors, g, logits, at)

@@ -56,7 +56,7 @@ class PrefetchCoordinator:
         self,
         link: Link,
         *,
-        max_tickets: int = 16384,
+        max_tickets: int = 1 << 17,
         max_bytes: int = 1 << 30,
         batch_bytes: int = 4 << 20,
         expected_bandwidth: float = 1e9,

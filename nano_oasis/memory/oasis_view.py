@@ -219,7 +219,7 @@ class OasisView:
             )
         slots, lens = torch.from_numpy(table).flatten(0, 1), torch.from_numpy(tokens).flatten()
         if window is None and (x.rows[:, select.POLICY] == select.ESTIMATE).any():
-            out = self._with_estimates(rows, layer, self._split(q), x, slots, lens, scale)
+            out = self._with_estimates(rows, layer, self._split(q), x, own, slots, lens, scale)
         else:
             out = self._decode(self._split(q), slots, lens, None, scale, window)
         audited = options.audit_every and not self.drafting and kv.passes % options.audit_every == 0
@@ -235,14 +235,15 @@ class OasisView:
             self.kv.make_room(need)
 
     def _with_estimates(
-        self, rows: Rows, layer: int, q: Tensor, x: Layout, slots: Tensor, lens: Tensor, scale: float
-    ) -> Tensor:
-        """q [G * n, Hq / G, D]: attention over what is resident, and over the means of what is wanted and
-        missing."""
+        self, rows: Rows, layer: int, q: Tensor, x: Layout, own: np.ndarray, slots: Tensor, lens: Tensor,
+        scale: float,
+    ) -> Tensor:  # fmt: skip
+        """q [G * n, Hq / G, D]: attention over what is resident, and over the means of what the rows want
+        (own, bool [G, n, M]) and miss."""
         kv = self.kv
         assert kv.centroids is not None
-        held = kv.residency.layer_slots[layer][:, x.rows[:, select.SEAT], : x.wanted.shape[2]]
-        missing = x.wanted & (held < 0) & (x.rows[:, select.POLICY] == select.ESTIMATE)[:, None]  # [G, n, M]
+        held = kv.residency.layer_slots[layer][:, x.rows[:, select.SEAT], : own.shape[2]]
+        missing = own & (held < 0) & (x.rows[:, select.POLICY] == select.ESTIMATE)[:, None]  # [G, n, M]
         most = int(missing.sum(2).max())
         out, lse = kv.kernels.paged_decode(
             q, kv.slot_keys, kv.slot_values, slots, lens, scale, None, return_lse=True

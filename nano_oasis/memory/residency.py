@@ -95,6 +95,8 @@ class Residency:
 
         The first `keep_first` and last `keep_last` of the `end` positions stay: they are always read.
         """
+        if end == 0:
+            return
         table, used = self.slot_of[:, seat, :end], self.used_at[:, seat, :end]  # [planes, end]
         here = table >= 0
         held = (here | (table == FLYING)).view(

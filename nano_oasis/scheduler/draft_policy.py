@@ -102,6 +102,9 @@ class PricedDrafts:
             size.off, size.doubtful = OFF, True
             size.cost.clear()
             size.asked.clear()
+        elif size.doubtful and len(size.cost) >= FIRST:  # even one token pays: more will tell what they cost
+            size.doubtful = False
+            size.cost.clear()
         self.price = size.price
         if size.off or len(size.plain) < FIRST or size.since_plain > CHECK:
             return [0] * len(requests)
