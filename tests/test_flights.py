@@ -55,7 +55,7 @@ def world():
 
 
 def flights(world, coordinator) -> Flights:
-    return Flights(coordinator, world.residency, world.seats, 1)
+    return Flights(coordinator, world.residency, world.seats)
 
 
 def ticket(world, position: int, step: int = 5) -> Ticket:

@@ -40,8 +40,8 @@ class Plan:
     bandwidth: float | None = None  # bytes per second of a simulated link
 
     def __post_init__(self) -> None:
-        link = [] if self.bandwidth is None else [self.bandwidth]
-        self._digests = {s.name: fingerprint(self.salt, s, self.steps, *link) for s in self.samples}
+        shared = self.salt, self.steps, self.bandwidth
+        self._digests = {s.name: fingerprint(*shared, s) for s in self.samples}
         self.keys = [self.key(s, w) for s in self.samples for w in self.wanted(s)]
 
     def wanted(self, sample: Sample) -> list[Setting | Choice | None]:

@@ -21,12 +21,12 @@ WAIT_S = 30.0  # a fetch that takes longer than this is given up and treated as 
 
 
 class Flights:
-    """seats: the running requests by id, which the owner keeps up to date; groups: head groups per layer."""
+    """seats: the running requests by id, which the owner keeps up to date."""
 
     def __init__(
-        self, coordinator: PrefetchCoordinator, residency: Residency, seats: Mapping[int, Seat], groups: int
+        self, coordinator: PrefetchCoordinator, residency: Residency, seats: Mapping[int, Seat]
     ) -> None:
-        self.coordinator, self.residency, self.seats, self.groups = coordinator, residency, seats, groups
+        self.coordinator, self.residency, self.seats = coordinator, residency, seats
         self.step = 0  # the current one, for the age of what arrives
         self._ready: list[Ticket] = []
         self._flying: dict[Key, Ticket] = {}
@@ -90,7 +90,7 @@ class Flights:
         for ticket in self.coordinator.completed():
             del self._flying[ticket.key]
             if ticket.completed and (at := self._place(ticket)) is not None:
-                self.residency.slots[at], self.residency.ages[at] = ticket.slot, self.step
+                self.residency.layer_slots[at], self.residency.layer_ages[at] = ticket.slot, self.step
             else:
                 self._drop([ticket])
 
@@ -104,12 +104,12 @@ class Flights:
         """These will not arrive, or nobody is there any more: their slots are free again."""
         for ticket in tickets:
             if (at := self._place(ticket)) is not None:
-                self.residency.slots[at] = EMPTY
+                self.residency.layer_slots[at] = EMPTY
             self.residency.pool.give([ticket.slot])
 
-    def _place(self, ticket: Ticket) -> tuple[int, int, int] | None:
+    def _place(self, ticket: Ticket) -> tuple[int, int, int, int] | None:
         """Where in the tables; None if the request has left, or was preempted and came back."""
         seat = self.seats.get(ticket.request_id)
         if seat is None or seat.generation != ticket.generation:
             return None
-        return ticket.layer * self.groups + ticket.group, seat.index, ticket.position
+        return ticket.layer, ticket.group, seat.index, ticket.position

@@ -82,7 +82,7 @@ class OasisKV:
         self.lookahead = Lookahead(o.predictor == "lookahead", choosing)
         # Blocks a request may hold beyond its sealed ones: the newest, and more that drafts reach into.
         self.tail_blocks = 1 + -(-o.most_drafts // self.block_size)
-        self.flights = Flights(self.coordinator, self.residency, self.seats, self.groups)
+        self.flights = Flights(self.coordinator, self.residency, self.seats)
 
     # --- the scheduler's side: no torch in its answers ---------------------------------------------
     def admit(self, request: Request) -> bool:

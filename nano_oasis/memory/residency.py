@@ -99,10 +99,8 @@ class Residency:
             return
         table, used = self.slot_of[:, seat, :end], self.used_at[:, seat, :end]  # [planes, end]
         here = table >= 0
-        held = (here | (table == FLYING)).view(
-            -1, self.groups * end
-        )  # what is on its way will need its place
-        excess = (held.sum(1) - caps).clamp(min=0)  # [layers]
+        held = here | (table == FLYING)  # what is on its way will need its place
+        excess = (held.view(len(caps), -1).sum(1) - caps).clamp(min=0)  # [layers]
         most = int(excess.max())
         if most == 0:
             return
@@ -111,7 +109,7 @@ class Residency:
         evictable[:, max(end - keep_last, 0) :] = False
         # Among equals the older position goes first: after a prefill the newest blocks stay.
         age = (used.long() * (end + 1) + torch.arange(end)).masked_fill(~evictable, 2**62)
-        age = age.view(held.shape)  # [layers, groups * end]
+        age = age.view(len(caps), -1)  # [layers, groups * end]
         order = age.topk(min(most, age.shape[1]), dim=1, largest=False)
         gone = (torch.arange(order.indices.shape[1]) < excess[:, None]) & (order.values < 2**62)
         layers, columns = gone.nonzero(as_tuple=True)
