@@ -3,7 +3,8 @@
 Owns: the compiled version of select.py, which has the contract. Must not know: how mass is estimated.
 
 The k best of M blocks come from a radix select over the bits of their mass (non-negative floats sort as
-integers): four passes over a row, no sorting, and the result is in order of position.
+integers): no sorting, and the result is in order of position. Letters as in select.py; a *place* is a block
+of a group, g * M + m.
 """
 
 from __future__ import annotations
@@ -37,6 +38,9 @@ from nano_oasis.kernels.select import (
 )
 from nano_oasis.kernels.simd import jit
 
+DIGIT = 11  # bits that the select looks at in one pass
+BINS = 1 << DIGIT
+
 
 def choose_now(mass: np.ndarray, *args: Any) -> None:
     """See select.choose_now."""
@@ -50,21 +54,24 @@ def choose_read(mass: np.ndarray, *args: Any) -> None:
     _choose_read(mass, *state, order, has_ahead, wanted, read, table, tokens, asks, counts, *_scratch(mass))
 
 
-def _scratch(mass: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    return np.empty(256, np.int64), np.empty((mass.shape[0], mass.shape[2]), np.bool_)
+def _scratch(mass: np.ndarray) -> tuple[np.ndarray, ...]:
+    """A histogram, marks [G, M], and three lists of places: candidates, victims, what is missing."""
+    places = mass.shape[0] * mass.shape[2]
+    kept = np.empty((mass.shape[0], mass.shape[2]), np.bool_)
+    return np.empty(BINS, np.int32), kept, np.empty((3, places), np.int32)
 
 
 @jit
 def _choose_now(  # type: ignore[no-untyped-def]
     mass, rows, slot_of, used_at, caps, free, free_count, reserve, threshold,
-    wanted, asks, counts, histogram, kept,
+    wanted, asks, counts, histogram, kept, lists,
 ):  # fmt: skip
     counts[ASKS] = 0
     for i in range(len(rows)):
-        _best(mass, i, rows[i], slot_of, False, wanted, histogram)
+        _best(mass, i, rows[i], slot_of, False, wanted, histogram, lists)
     for i in range(len(rows)):
         row = rows[i]
-        on_device = -1  # not known yet: most rows miss nothing
+        on_device, victims = -1, -1  # not known yet: most rows miss nothing
         for g in range(len(mass)):
             held = slot_of[g, row[SEAT]]
             for m in range(row[FIRST], row[BLOCKS]):
@@ -80,9 +87,10 @@ def _choose_now(  # type: ignore[no-untyped-def]
                     if on_device < 0:
                         on_device = _count(slot_of, row[SEAT])
                         _of_seat(rows, i, wanted, wanted, kept)
-                    slot, on_device = _claim(
-                        g, m, row, kept, slot_of, used_at, on_device, caps[i], free, free_count, reserve
-                    )
+                    slot, on_device, victims = _claim(
+                        g, m, row, kept, slot_of, used_at, on_device, caps[i], free, free_count, reserve,
+                        lists, victims,
+                    )  # fmt: skip
                     insists = slot != NO_SLOT
                 if insists:
                     _ask(asks, counts, g, i, m, slot)
@@ -93,7 +101,7 @@ def _choose_now(  # type: ignore[no-untyped-def]
 @jit
 def _choose_read(  # type: ignore[no-untyped-def]
     mass, rows, slot_of, used_at, caps, free, free_count, reserve, step, most, block_size,
-    ahead, has_ahead, wanted, read, table, tokens, asks, counts, histogram, kept,
+    ahead, has_ahead, wanted, read, table, tokens, asks, counts, histogram, kept, lists,
 ):  # fmt: skip
     counts[ASKS] = 0
     for i in range(len(rows)):
@@ -103,7 +111,7 @@ def _choose_read(  # type: ignore[no-untyped-def]
                 for m in range(read.shape[2]):
                     read[g, i, m] = wanted[g, i, m]
         else:
-            _best(mass, i, row, slot_of, True, read, histogram)
+            _best(mass, i, row, slot_of, True, read, histogram, lists)
         for g in range(len(mass)):
             count = 0
             for m in range(row[FIRST], row[BLOCKS]):
@@ -118,71 +126,95 @@ def _choose_read(  # type: ignore[no-untyped-def]
             continue
         _of_seat(rows, i, wanted, read, kept)
         if has_ahead:
-            _best(ahead, i, row, slot_of, False, wanted, histogram)
+            _best(ahead, i, row, slot_of, False, wanted, histogram, lists)
             for g in range(len(mass)):
                 for m in range(kept.shape[1]):
                     kept[g, m] = kept[g, m] or wanted[g, i, m]
-        on_device = _count(slot_of, row[SEAT])
-        for _ in range(most[i]):
-            group, heaviest = -1, -1
-            for g in range(len(mass)):
-                for m in range(row[FIRST], row[BLOCKS]):
-                    if not wanted[g, i, m] or slot_of[g, row[SEAT], m] != EMPTY:
-                        continue
-                    if heaviest < 0 or ahead[g, i, m] > ahead[group, i, heaviest]:
-                        group, heaviest = g, m
-            if heaviest < 0:
-                break
-            slot, on_device = _claim(
-                group, heaviest, row, kept, slot_of, used_at, on_device, caps[i], free, free_count, reserve
-            )
+        missing, count = lists[2], 0
+        for g in range(len(mass)):
+            for m in range(row[FIRST], row[BLOCKS]):
+                if wanted[g, i, m] and slot_of[g, row[SEAT], m] == EMPTY:
+                    missing[count] = g * mass.shape[2] + m
+                    count += 1
+        on_device, victims = _count(slot_of, row[SEAT]), -1
+        for _ in range(min(most[i], count)):
+            heaviest, found, at = np.float32(-1), 0, 0
+            for j in range(count):
+                if missing[j] >= 0:
+                    weight = ahead[missing[j] // mass.shape[2], i, missing[j] % mass.shape[2]]
+                    if weight > heaviest:
+                        heaviest, found, at = weight, missing[j], j
+            missing[at] = -1
+            g, m = found // mass.shape[2], found % mass.shape[2]
+            slot, on_device, victims = _claim(
+                g, m, row, kept, slot_of, used_at, on_device, caps[i], free, free_count, reserve,
+                lists, victims,
+            )  # fmt: skip
             if slot == NO_SLOT:
                 break
-            _ask(asks, counts, group, i, heaviest, slot)
+            _ask(asks, counts, g, i, m, slot)
 
 
 @jit
-def _best(mass, i, row, slot_of, resident, best, histogram):  # type: ignore[no-untyped-def]
+def _best(mass, i, row, slot_of, resident, best, histogram, lists):  # type: ignore[no-untyped-def]
     """best [:, i]: the forced blocks of all groups, then the heaviest, up to the budget; only resident ones
     if `resident`."""
-    seat, groups = row[SEAT], len(mass)
-    room = row[BUDGET] * groups
+    groups, first, blocks = len(mass), row[FIRST], row[BLOCKS]
+    low, high = max(first, row[SINK]), max(row[FIRST], row[SINK], row[RECENT])
+    room, count = row[BUDGET] * groups, 0
+    bits, keys = mass.view(np.uint32), lists[0].view(np.uint32)
     for g in range(groups):
         best[g, i, :] = False
-        for m in range(row[FIRST], row[BLOCKS]):
-            if (
-                (m < row[SINK] or m >= row[RECENT])
-                and not (resident and slot_of[g, seat, m] < 0)
-                and room > 0
-            ):
+        held = slot_of[g, row[SEAT]]
+        for m in range(first, blocks):
+            if (m < low or m >= high) and room > 0 and not (resident and held[m] < 0):
                 best[g, i, m] = True
                 room -= 1
-    low, high = max(row[FIRST], row[SINK]), min(row[BLOCKS], row[RECENT])
-    if room < 1 or low >= high:
-        return
-    bits = mass.view(np.uint32)
-    prefix, mask, left = np.uint32(0), np.uint32(0), room  # of the smallest mass that is in
-    for shift in (24, 16, 8, 0):
-        histogram[:] = 0
-        for g in range(groups):
-            for m in range(low, high):
-                if bits[g, i, m] & mask == prefix and not (resident and slot_of[g, seat, m] < 0):
-                    histogram[(bits[g, i, m] >> np.uint32(shift)) & np.uint32(255)] += 1
-        digit = 255
-        while digit > 0 and histogram[digit] < left:
-            left -= histogram[digit]
-            digit -= 1
-        prefix |= np.uint32(digit) << np.uint32(shift)
-        mask |= np.uint32(255) << np.uint32(shift)
-    for g in range(groups):
         for m in range(low, high):
-            if resident and slot_of[g, seat, m] < 0:
+            keys[count] = bits[g, i, m]
+            count += 0 if resident and held[m] < 0 else 1
+    if room < 1:
+        return
+    least, left = np.uint32(0), room  # the smallest mass that is in, and how many of it
+    if count > room:
+        least, left = _select(keys, count, room, histogram, lists[1].view(np.uint32))
+    for g in range(groups):
+        held = slot_of[g, row[SEAT]]
+        for m in range(low, high):
+            if resident and held[m] < 0:
                 continue
-            if bits[g, i, m] > prefix:
+            if bits[g, i, m] > least:
                 best[g, i, m] = True
-            elif bits[g, i, m] == prefix and left > 0:
+            elif bits[g, i, m] == least and left > 0:
                 best[g, i, m] = True
                 left -= 1
+
+
+@jit
+def _select(keys, count, k, histogram, kept):  # type: ignore[no-untyped-def]
+    """The k-th largest of `count` keys, and how many of its equals are among the k largest. `kept`: scratch.
+
+    From the highest digit down: count the keys by digit, find the digit of the k-th, keep the keys that have
+    it. After the first digit few are left."""
+    found, shift = np.uint32(0), 32
+    while shift > 0 and count > 0:
+        bits = min(shift, DIGIT)
+        shift -= bits
+        mask = np.uint32((1 << bits) - 1)
+        histogram[:] = 0
+        for j in range(count):
+            histogram[(keys[j] >> np.uint32(shift)) & mask] += 1
+        digit = BINS - 1
+        while digit > 0 and histogram[digit] < k:
+            k -= histogram[digit]
+            digit -= 1
+        found |= np.uint32(digit) << np.uint32(shift)
+        left = 0
+        for j in range(count):
+            kept[left] = keys[j]
+            left += (keys[j] >> np.uint32(shift)) & mask == np.uint32(digit)
+        count, keys = left, kept
+    return found, k
 
 
 @jit
@@ -219,27 +251,37 @@ def _of_seat(rows, i, wanted, read, kept):  # type: ignore[no-untyped-def]
 
 @jit
 def _claim(  # type: ignore[no-untyped-def]
-    g, m, row, kept, slot_of, used_at, on_device, cap, free, free_count, reserve
+    g, m, row, kept, slot_of, used_at, on_device, cap, free, free_count, reserve, lists, victims
 ):
-    """See select._claim; also how many blocks the row has on the device then."""
-    seat = row[SEAT]
+    """See select._claim; also how many blocks the row has on the device then, and the length of the list of
+    victims, which is made at the row's first need (`victims` < 0): nothing is added to it later."""
+    seat, places, width = row[SEAT], lists[0], kept.shape[1]
     if free_count[0] > reserve or (on_device < cap and free_count[0] > 0):
         free_count[0] -= 1
         slot_of[g, seat, m] = FLYING
-        return free[free_count[0]], on_device + 1
-    group, victim = -1, -1
-    for h in range(len(slot_of)):
-        for v in range(row[SINK], row[RECENT]):
-            if slot_of[h, seat, v] < 0 or kept[h, v]:
-                continue
-            if victim < 0 or used_at[h, seat, v] < used_at[group, seat, victim]:
-                group, victim = h, v
-    if victim < 0:
-        return np.int32(NO_SLOT), on_device
-    slot = slot_of[group, seat, victim]
-    slot_of[group, seat, victim] = EMPTY
+        return free[free_count[0]], on_device + 1, victims
+    if victims < 0:
+        victims = 0
+        for h in range(len(slot_of)):
+            held = slot_of[h, seat]
+            for v in range(row[SINK], row[RECENT]):
+                if held[v] >= 0 and not kept[h, v]:
+                    places[victims] = h * width + v
+                    victims += 1
+    oldest, at = 0, -1
+    for j in range(victims):
+        if places[j] >= 0:
+            age = used_at[places[j] // width, seat, places[j] % width]
+            if at < 0 or age < oldest:
+                oldest, at = age, j
+    if at < 0:
+        return np.int32(NO_SLOT), on_device, victims
+    h, v = places[at] // width, places[at] % width
+    places[at] = -1
+    slot = slot_of[h, seat, v]
+    slot_of[h, seat, v] = EMPTY
     slot_of[g, seat, m] = FLYING
-    return slot, on_device
+    return slot, on_device, victims
 
 
 @jit
