@@ -95,8 +95,9 @@ def _make_oasis(
         raise ConfigError(f"host tier: {error}") from error
     coordinator = PrefetchCoordinator(MemcpyLink(BlockMover(host, keys, values)))
     stage = Stage(
-        max(_STAGE_TOKENS // config.block_size, 1), config.block_size, heads, model.head_dim, dtype, device
-    )
+        max(_STAGE_TOKENS // config.block_size, 1), config.block_size, model.num_kv_heads, model.head_dim,
+        dtype, device,
+    )  # fmt: skip
     sketches = SketchSlabs(make_selector(config.selector), host_blocks, model.num_layers)
     kernels = select_kernels(device, dtype)
     kv = OasisKV(model, config, kernels, host, keys, values, sketches, coordinator, stage, max_len)

@@ -81,7 +81,7 @@ def oasis_engine(model, slots, host_blocks=400, link=None, draft=None, drafts=No
     coordinator.start()
     COORDINATORS.append(coordinator)
     sketches = SketchSlabs(make_selector(options.selector), host_blocks, c.num_layers)
-    stage = Stage(3, B, heads, c.head_dim, torch.float32, "cpu")
+    stage = Stage(3, B, c.num_kv_heads, c.head_dim, torch.float32, "cpu")
     kv = OasisKV(
         c, options, select_kernels("cpu"), host, keys, values, sketches, coordinator,
         stage, LIMIT,

@@ -245,7 +245,7 @@ def test_every_float16_is_read_right() -> None:
 @pytest.mark.parametrize("pair", [False, True], ids=["block", "pair of blocks"])
 @pytest.mark.parametrize("features", [set(), {"avx2"}, {"avx2", "f16c"}, {"avx512f", "avx512vnni", "avx2"}])
 def test_every_way_of_multiplying_codes_gives_the_same(features: set[str], pair: bool) -> None:
-    if not features <= simd_codes._features():
+    if not features <= simd_codes.features():
         pytest.skip("not on this CPU")
     tile = simd_codes.make_code_tile(2, pair, features)
     size = 8 if pair else 32

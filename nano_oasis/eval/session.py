@@ -184,7 +184,7 @@ class Session:
     ) -> OasisKV:  # fmt: skip
         d = self.decoder
         # No prompt is prefilled here, so the staging ring is never used.
-        stage = Stage(1, options.block_size, keys.shape[2], keys.shape[3], d.dtype, "cpu")
+        stage = Stage(1, options.block_size, d.config.num_kv_heads, keys.shape[3], d.dtype, "cpu")
         return OasisKV(
             d.config, options, d.kernels, tier.host, keys, values, sketches, coordinator, stage, max_len
         )  # fmt: skip

@@ -15,7 +15,8 @@ from nano_oasis.kernels.simd_share import begin, entry, finish, place
 from nano_oasis.kernels.workers import run_shares
 
 SHARE_WEIGHTS = 1 << 15  # of which a share has no less: 128 KiB
-_tile1, _tile2, _tile3, _tile4, _tile5, _tile6 = (make_tile(n) for n in range(1, MOST_ROWS + 1))
+_tile1, _tile2, _tile3, _tile4, _tile5 = (make_tile(n) for n in range(1, 6))
+_tile_most, _tile_again = make_tile(MOST_ROWS), make_tile(MOST_ROWS, fetch=False)
 
 
 def supports(x: Tensor, weight: Tensor) -> bool:
@@ -47,7 +48,10 @@ def _share(share, shares, w, x, out):  # type: ignore[no-untyped-def]
     for tile in range(tiles * share // shares, tiles * (share + 1) // shares):
         o, r = tile * TILE_OUT, 0
         while len(x) - r >= MOST_ROWS:
-            _tile6(w, o, x, r, out)
+            if r == 0:
+                _tile_most(w, o, x, r, out)
+            else:
+                _tile_again(w, o, x, r, out)
             r += MOST_ROWS
         left = len(x) - r
         if left == 1:

@@ -19,6 +19,7 @@ from typing import Any
 from llvmlite import ir
 from numba import njit, types
 from numba.core import cgutils
+from numba.core.registry import cpu_target
 from numba.extending import intrinsic as numba_intrinsic
 from numba.extending import models, register_model
 
@@ -48,6 +49,13 @@ def jit(function: Callable[..., Any]) -> Any:
 @cache
 def _operations() -> int:
     return hash(tuple(zlib.crc32(f.read_bytes()) for f in sorted(Path(__file__).parent.glob("simd*.py"))))
+
+
+@cache
+def features() -> frozenset[str]:
+    """What the code is compiled for, as LLVM names it."""
+    flags: str = cpu_target.target_context.codegen()._tm_features
+    return frozenset(f[1:] for f in flags.split(",") if f.startswith("+"))
 
 
 class _Vector(types.Type):

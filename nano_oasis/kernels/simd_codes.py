@@ -10,13 +10,12 @@ it out, which is slow and right.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Sequence, Set
 from typing import Any
 
 from llvmlite import ir
 from numba import types
 from numba.core import cgutils
-from numba.core.registry import cpu_target
 
 from nano_oasis.kernels.simd import (
     _FUSE,
@@ -25,6 +24,7 @@ from nano_oasis.kernels.simd import (
     _VEC,
     LANES,
     arrays_of,
+    features,
     intrinsic,
     prefetch_at,
     splat_value,
@@ -35,19 +35,13 @@ _BYTES = ir.VectorType(_I8, 4 * LANES)
 MOST_HEADS = 4  # query heads of a tile; twice as many sums are kept, and must stay in registers
 
 
-def _features() -> set[str]:
-    """What the code is compiled for, as LLVM names it."""
-    flags: str = cpu_target.target_context.codegen()._tm_features
-    return {f[1:] for f in flags.split(",") if f.startswith("+")}
-
-
-def _dot4(b: Any, total: ir.Value, codes: ir.Value, query: ir.Value, features: set[str]) -> ir.Value:
+def _dot4(b: Any, total: ir.Value, codes: ir.Value, query: ir.Value, has: Set[str]) -> ir.Value:
     """total [16] i32 + the products of each lane's four bytes: codes [64] u8 below 16, query [64] i8."""
-    if "avx512vnni" in features and "avx512f" in features:
+    if "avx512vnni" in has and "avx512f" in has:
         kind = ir.FunctionType(_IVEC, [_IVEC] * 3)
         dot = cgutils.get_or_insert_function(b.module, kind, "llvm.x86.avx512.vpdpbusd.512")
         return b.call(dot, [total, b.bitcast(codes, _IVEC), b.bitcast(query, _IVEC)])
-    if "avx2" in features:
+    if "avx2" in has:
         parts = [_dot4_avx2(b, codes, query, half) for half in (0, 32)]
         lanes = ir.Constant(_IVEC, list(range(LANES)))
         return b.add(total, b.shuffle_vector(*parts, lanes))
@@ -73,11 +67,11 @@ def _dot4_avx2(b: Any, codes: ir.Value, query: ir.Value, first: int) -> ir.Value
     return b.call(fours, [b.call(pairs, [x, y]), ir.Constant(i16x16, [1] * 16)])
 
 
-def _halves(b: Any, places: Sequence[ir.Value], features: set[str]) -> ir.Value:
+def _halves(b: Any, places: Sequence[ir.Value], has: Set[str]) -> ir.Value:
     """Sixteen float16, given as uint16 at one place or half of them at each of two, as float32."""
     kind = ir.VectorType(_I16, LANES // len(places)).as_pointer()
     bits = _joined(b, [b.load(b.bitcast(at, kind), align=2) for at in places])
-    if "f16c" in features:
+    if "f16c" in has:
         return b.fpext(b.bitcast(bits, ir.VectorType(ir.HalfType(), LANES)), _VEC)
     # Moved to a float32's place the exponent is 112 too small, and subnormal numbers come out right.
     wide = b.zext(bits, _IVEC)
@@ -103,7 +97,7 @@ def _joined(b: Any, parts: Sequence[ir.Value]) -> ir.Value:
 
 
 def make_code_tile(
-    heads: int, pair: bool = False, forced_features: set[str] | None = None
+    heads: int, pair: bool = False, forced_features: Set[str] | None = None
 ) -> Callable[..., Any]:
     """tile(codes, base, step, block, other, ahead, h, t, query, factors, g, out, at): logits of 16 tokens.
 
@@ -122,7 +116,7 @@ def make_code_tile(
         query: Any, factors: Any, g: Any, out: Any, at: Any,
     ) -> Any:  # fmt: skip
         def emit(context: Any, b: Any, signature: Any, args: Any) -> Any:
-            features = _features() if forced_features is None else forced_features
+            has = features() if forced_features is None else forced_features
             codes, base, step, block, other, ahead, h, t, query, factors, g, out, at = arrays_of(
                 context, b, signature, args
             )
@@ -153,10 +147,10 @@ def make_code_tile(
                         (high, high_sum, b.add(loop.index, quads)),
                     ):
                         four_channels = splat_value(b, b.load(b.gep(at_query, [word])))
-                        value = _dot4(b, b.load(total), part, b.bitcast(four_channels, _BYTES), features)
+                        value = _dot4(b, b.load(total), part, b.bitcast(four_channels, _BYTES), has)
                         b.store(value, total)
             base_of, step_of = (
-                _halves(b, [b.gep(x.data, [b.add(at, t)]) for at in here], features) for x in (base, step)
+                _halves(b, [b.gep(x.data, [b.add(at, t)]) for at in here], has) for x in (base, step)
             )
             width = b.extract_value(factors.shape, 1)
             for i, (low_sum, high_sum) in enumerate(sums):

@@ -2,9 +2,9 @@
 
 Owns: the tile and the code it emits. Must not know: linear layers, threads. Imported only where numba is.
 
-A tile of 4 x n holds 4n running sums (n <= 6: 24 of the 32 registers of AVX-512, spills elsewhere). Each
-step loads four vectors of weights and multiplies them with n of activations, so that a weight is read from
-memory once and the units for products are what limits.
+A tile of 4 x n holds 4n running sums: 24 of the 32 registers of AVX-512 for n = 6, 12 of 16 elsewhere for
+n = 3. Each step loads four vectors of weights and multiplies them with n of activations, so that a weight is
+read from memory once and the units for products are what limits.
 """
 
 from __future__ import annotations
@@ -16,19 +16,29 @@ from llvmlite import ir
 from numba import types
 from numba.core import cgutils
 
-from nano_oasis.kernels.simd import _FUSE, _VEC, LANES, _four, arrays_of, intrinsic, prefetch_at
+from nano_oasis.kernels.simd import (
+    _F32,
+    _FUSE,
+    _four,
+    arrays_of,
+    features,
+    intrinsic,
+    prefetch_at,
+)
 
 TILE_OUT = 4  # rows of weights
-MOST_ROWS = 6  # rows of activations
+WIDE = "avx512f" in features()
+LANES = 16 if WIDE else 8  # of one register
+MOST_ROWS = 6 if WIDE else 3  # rows of activations
 AHEAD = 8  # rows of weights, counted from the first of the tile, that are fetched meanwhile
-_I64 = ir.IntType(64)
+_I64, _VEC = ir.IntType(64), ir.VectorType(_F32, LANES)
 
 
-def make_tile(rows: int) -> Callable[..., Any]:
+def make_tile(rows: int, fetch: bool = True) -> Callable[..., Any]:
     """tile(w, o, x, r, out): out[r + i, o + j] = x[r + i] . w[o + j] for i < rows, j < 4. None is checked.
 
-    w fp32 [O, K], x fp32 [R, K], out fp32 [R, O], all contiguous, K a multiple of 16. The rows of w that the
-    tile after the next needs are fetched ahead.
+    w fp32 [O, K], x fp32 [R, K], out fp32 [R, O], all contiguous, K a multiple of 16. fetch: the rows of w
+    that the tile after the next needs are fetched meanwhile.
     """
 
     @intrinsic
@@ -40,13 +50,14 @@ def make_tile(rows: int) -> Callable[..., Any]:
             weights = [b.gep(w.data, [b.mul(b.add(o, _I64(j)), width)]) for j in range(TILE_OUT)]
             ahead = [b.gep(w.data, [b.mul(b.add(o, _I64(j + AHEAD)), width)]) for j in range(TILE_OUT)]
             inputs = [b.gep(x.data, [b.mul(b.add(r, _I64(i)), width)]) for i in range(rows)]
-            sums = [[cgutils.alloca_once_value(b, ir.Constant(_VEC, None)) for _ in weights] for _ in inputs]
+            zero = ir.Constant(_VEC, None)
+            sums = [[cgutils.alloca_once_value(b, zero) for _ in weights] for _ in inputs]
             for row in sums:
                 for total in row:
-                    b.store(ir.Constant(_VEC, None), total)
+                    b.store(zero, total)
             with cgutils.for_range_slice(b, _I64(0), width, _I64(LANES)) as (k, _):
                 loaded = [_load(b, p, k) for p in weights]
-                for p in ahead:
+                for p in ahead if fetch else ():
                     prefetch_at(b, b.gep(p, [k]))
                 for p, row in zip(inputs, sums, strict=True):
                     value = _load(b, p, k)

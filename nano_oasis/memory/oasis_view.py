@@ -96,12 +96,7 @@ class OasisView:
         for rows, how in kinds:
             out[rows.tokens] = how(rows, layer, q[rows.tokens], scale, window)
         for seat, row, at in self.chunks:
-            parts = self._split(q[at]).view(kv.groups, row.num_tokens, -1, q.shape[-1])
-            chunk = [
-                self._chunk(layer * kv.groups + g, part, seat, row, scale, window)
-                for g, part in enumerate(parts)
-            ]
-            out[at] = torch.cat(chunk, 1)
+            out[at] = self._chunk(layer, q[at], seat, row, scale, window)
         return out
 
     def _split(self, x: Tensor) -> Tensor:
@@ -130,32 +125,29 @@ class OasisView:
 
     # --- prefill chunks ----------------------------------------------------------------------------
     def _chunk(
-        self, plane: int, q: Tensor, seat: Seat, row: ScheduledRow, scale: float, window: int | None
+        self, layer: int, q: Tensor, seat: Seat, row: ScheduledRow, scale: float, window: int | None
     ) -> Tensor:
         """q [n, Hq, D] of one row -> [n, Hq, D]; exact, wherever the earlier blocks are."""
         kv = self.kv
         end = row.start + row.num_tokens
-        if seat.dense:
-            table = kv.residency.slot_of[plane, seat.index, None, : -(-end // self.size)]
-            starts, lens = (
-                torch.tensor([0, len(q)], dtype=torch.int32),
-                torch.tensor([end], dtype=torch.int32),
-            )
+        planes = kv.residency.slot_of[layer * kv.groups : (layer + 1) * kv.groups, seat.index]
+        if seat.dense:  # head groups are rows
+            starts = list(range(0, kv.groups * len(q) + 1, len(q)))
             out: Tensor = kv.kernels.paged_prefill(
-                q, kv.slot_keys, kv.slot_values, table, starts, lens, scale, window,
-                context_list=[end], query_list=[0, len(q)],
+                self._split(q), kv.slot_keys, kv.slot_values, planes[:, : -(-end // self.size)],
+                torch.tensor(starts, dtype=torch.int32), torch.tensor([end] * kv.groups, dtype=torch.int32),
+                scale, window, context_list=[end] * kv.groups, query_list=starts,
             )  # fmt: skip
-            return out
-        layer, group = divmod(plane, kv.groups)
+            return self._join(out)
         first = row.start // self.size  # earlier blocks are sealed, so the host tier has them
-        slots = kv.residency.slot_of[plane, seat.index, first : -(-end // self.size)].long()
-        keys, values = (
-            x[slots].flatten(0, 1)[: end - first * self.size] for x in (kv.slot_keys, kv.slot_values)
+        slots = planes[:, first : -(-end // self.size)].long()  # [G, blocks]
+        keys, values = (  # [tokens, Hkv, D]
+            torch.cat(tuple(x[slots]), 2).flatten(0, 1)[: end - first * self.size]
+            for x in (kv.slot_keys, kv.slot_values)
         )
         own = piece_attention(q, keys, values, row.start, first * self.size, scale, window)
-        heads = kv.heads(group) or slice(0, kv.config.num_kv_heads)
         blocks = seat.request.block_table[:first]
-        past = stream_attention(q, row.start, kv.host, layer, heads, blocks, kv.stage, scale, window)
+        past = stream_attention(q, row.start, kv.host, layer, blocks, kv.stage, scale, window)
         return merge(*own, *past)[0].to(q.dtype)
 
     # --- sparse decode -----------------------------------------------------------------------------

@@ -12,7 +12,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from nano_oasis.kernels.reference import attend
+from nano_oasis.kernels.reference import FEW_QUERIES, attend, attend_many
 from nano_oasis.memory.host_tier import HostTier
 
 QUERY_CHUNK = 256  # queries scored at once: keeps the score matrix small
@@ -34,7 +34,7 @@ class Stage:
 
 
 def stream_attention(
-    q: Tensor, first: int, host: HostTier, layer: int, heads: slice, blocks: list[int], stage: Stage,
+    q: Tensor, first: int, host: HostTier, layer: int, blocks: list[int], stage: Stage,
     scale: float, window: int | None,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """Attention of q [n, Hq, D], positions first.., to the sealed `blocks` before it (positions 0..).
@@ -48,7 +48,7 @@ def stream_attention(
     for at in range(skip, len(blocks), len(stage.keys)):
         ids = torch.tensor(blocks[at : at + len(stage.keys)])
         keys, values = stage.keys[: len(ids)], stage.values[: len(ids)]
-        host.load(layer, ids, keys, values, heads)
+        host.load(layer, ids, keys, values)
         piece = piece_attention(q, keys.flatten(0, 1), values.flatten(0, 1), first, at * size, scale, window)
         out, lse = merge(out, lse, *piece)
     return out, lse
@@ -64,19 +64,26 @@ def piece_attention(
     heads, dim = k.shape[1], k.shape[2]
     keys, values = (x.float().transpose(0, 1)[:, None] for x in (k, v))  # [H, 1, m, D]
     k_at = k_first + torch.arange(len(k), device=q.device)
+    many = q.device.type == "cpu" and not window and k_first <= q_first  # and each query sees a key
     outs, sums = [], []
     for a in range(0, len(q), QUERY_CHUNK):
         part = q[a : a + QUERY_CHUNK].float()
         n = len(part)
         q_at = q_first + a + torch.arange(n, device=q.device)[:, None]
-        hidden = k_at > q_at  # [n, m]
-        if window:
-            hidden |= k_at <= q_at - window
-        bias = torch.zeros(hidden.shape, device=q.device).masked_fill_(hidden, -torch.inf)
+        bias = None
+        if window or k_first + len(k) > q_first + a + 1:  # else all of it is visible to all
+            hidden = k_at > q_at  # [n, m]
+            if window:
+                hidden |= k_at <= q_at - window
+            bias = torch.zeros(hidden.shape, device=q.device).masked_fill_(hidden, -torch.inf)
         query = part.view(n, heads, -1, dim).permute(1, 2, 0, 3)  # [H, G, n, D]
-        group = query.shape[1]
-        shape = (heads, group, len(k), dim)
-        o, s = attend(query, keys.expand(shape), values.expand(shape), scale, bias, return_lse=True)
+        shape = (heads, query.shape[1], len(k), dim)
+        k_all, v_all = keys.expand(shape), values.expand(shape)
+        s: Tensor | None
+        if many and n > FEW_QUERIES:
+            o, s = attend_many(query, k_all, v_all, scale, bias)
+        else:
+            o, s = attend(query, k_all, v_all, scale, bias, return_lse=True)
         assert s is not None
         outs.append(o.nan_to_num(0.0).permute(2, 0, 1, 3).reshape(n, -1, dim))
         sums.append(s.permute(2, 0, 1).reshape(n, -1))
