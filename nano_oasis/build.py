@@ -50,6 +50,10 @@ def build_engine(
     tokenizer = load_tokenizer(path, template)
     report("tokenizer", 1, 1)
     dtype = _dtype(config, device)
+    if config.weights == "int8" and (device, dtype) != ("cpu", torch.float32):
+        raise ConfigError(
+            f"weights: int8 needs device=cpu and dtype=float32; got {device} and {config.dtype}"
+        )
     # On CPU the KV pool comes first: sizes that do not fit are refused before the slow part.
     memory = (
         make_memory(config, model_config, wanted_len, dtype, device) if dtype and device == "cpu" else None
@@ -57,7 +61,7 @@ def build_engine(
     try:
         checkpoint = load_checkpoint(path, dtype, device, lambda done, total: report("weights", done, total))
         memory = memory or make_memory(config, model_config, wanted_len, checkpoint.dtype, device)
-        model = Model(model_config, checkpoint.tensors, memory.max_len)
+        model = Model(model_config, checkpoint.tensors, memory.max_len, config.weights == "int8")
         known_ids = min(tokenizer.vocab_size, model_config.vocab_size)
         draft = make_draft(config, model, known_ids, memory.max_len)
     except BaseException:

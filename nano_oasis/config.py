@@ -129,6 +129,10 @@ class EngineConfig:
     model: str = _opt("smollm2", "GGUF file, model folder, hub id, or 'smollm2' (the packaged default)")
     served_model_name: str | None = _opt(None, "name in the API; default: derived from --model")
     dtype: str = _opt("auto", "weights and KV", choices=("auto", "float32", "bfloat16", "float16"))
+    weights: str = _opt(
+        "auto", "linear layers: auto = as dtype; int8 = 8 bits and a scale per row (CPU, float32)",
+        choices=("auto", "int8"),
+    )  # fmt: skip
     device: str = _opt("auto", "where the model runs", choices=("auto", "cpu", "cuda"))
     threads: int = _opt(0, "CPU threads of the step; 0 = all cores", low=0, high=1024)
     seed: int | None = _opt(None, "makes requests without a seed repeatable", low=0, high=2**63 - 1)

@@ -14,14 +14,15 @@ Must not know: requests, sampling, files. What to attend to is an argument, neve
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
 
 from nano_oasis.config import ModelConfig
-from nano_oasis.kernels.linear import linear
+from nano_oasis.kernels.int8_weight import Int8Weight
+from nano_oasis.kernels.linear import Matrix, linear
 from nano_oasis.memory.dense_kv import KVView
 from nano_oasis.rope import rope_table, rotate
 
@@ -33,24 +34,24 @@ class Layer:
     """One layer's weights; linear weights are [out, in], fused where one product serves several."""
 
     attn_norm: torch.Tensor  # [H]
-    qkv: torch.Tensor  # [(heads + 2 kv_heads) * D, H]
+    qkv: Matrix  # [(heads + 2 kv_heads) * D, H]
     qkv_bias: torch.Tensor | None
-    out: torch.Tensor  # [H, heads * D]
+    out: Matrix  # [H, heads * D]
     out_bias: torch.Tensor | None
     q_norm: torch.Tensor | None  # [D]
     k_norm: torch.Tensor | None
     post_attn_norm: torch.Tensor | None
     mlp_norm: torch.Tensor
-    gate_up: torch.Tensor  # [2 * I, H]
+    gate_up: Matrix  # [2 * I, H]
     gate_up_bias: torch.Tensor | None
-    down: torch.Tensor  # [H, I]
+    down: Matrix  # [H, I]
     down_bias: torch.Tensor | None
     post_mlp_norm: torch.Tensor | None
     window: int | None
     local_rope: bool
 
 
-def _take_layer(config: ModelConfig, w: Weights, i: int) -> Layer:
+def _take_layer(config: ModelConfig, w: Weights, i: int, pack: Callable[[torch.Tensor], Matrix]) -> Layer:
     """Move layer i's tensors out of `w`, fusing as it goes, so no layer exists twice for long."""
 
     def take(name: str) -> torch.Tensor | None:
@@ -65,17 +66,17 @@ def _take_layer(config: ModelConfig, w: Weights, i: int) -> Layer:
     window = config.window(i)
     return Layer(
         attn_norm=w.pop(f"layers.{i}.attn_norm"),
-        qkv=fuse("q", "k", "v"),
+        qkv=pack(fuse("q", "k", "v")),
         qkv_bias=fuse_bias(config.qkv_bias, "q_bias", "k_bias", "v_bias"),
-        out=w.pop(f"layers.{i}.o"),
+        out=pack(w.pop(f"layers.{i}.o")),
         out_bias=take("o_bias"),
         q_norm=take("q_norm"),
         k_norm=take("k_norm"),
         post_attn_norm=take("post_attn_norm"),
         mlp_norm=w.pop(f"layers.{i}.mlp_norm"),
-        gate_up=fuse("gate", "up"),
+        gate_up=pack(fuse("gate", "up")),
         gate_up_bias=fuse_bias(config.mlp_bias, "gate_bias", "up_bias"),
-        down=w.pop(f"layers.{i}.down"),
+        down=pack(w.pop(f"layers.{i}.down")),
         down_bias=take("down_bias"),
         post_mlp_norm=take("post_mlp_norm"),
         window=window,
@@ -83,15 +84,21 @@ def _take_layer(config: ModelConfig, w: Weights, i: int) -> Layer:
     )
 
 
-class Model:
-    """Weights on one device, ready to run. `max_len` is the longest position plus one."""
+def _as_it_is(weight: torch.Tensor) -> torch.Tensor:
+    return weight
 
-    def __init__(self, config: ModelConfig, weights: Weights, max_len: int) -> None:
+
+class Model:
+    """Weights on one device, ready to run. `max_len` is the longest position plus one; int8: linear layers in
+    eight bits."""
+
+    def __init__(self, config: ModelConfig, weights: Weights, max_len: int, int8: bool = False) -> None:
+        pack = Int8Weight.of if int8 else _as_it_is
         self.config = config
         self.embed = weights.pop("embed")  # [V, H]
-        self.lm_head = weights.pop("lm_head")  # [V, H]; the same tensor as embed when tied
+        self.lm_head = pack(weights.pop("lm_head"))  # [V, H]; the same tensor as embed when tied and not int8
         self.final_norm = weights.pop("final_norm")
-        self.layers = [_take_layer(config, weights, i) for i in range(config.num_layers)]
+        self.layers = [_take_layer(config, weights, i, pack) for i in range(config.num_layers)]
         if weights:
             raise ValueError(f"tensors left over after loading: {', '.join(sorted(weights)[:5])}")
         device = self.embed.device
@@ -99,7 +106,9 @@ class Model:
         self.rope_local = (
             rope_table(config.rope_local, config.head_dim, max_len).to(device) if config.rope_local else None
         )
-        self.weight_bytes = self._count_bytes()
+        # What a decode step reads: of the embedding table only what is also the output head.
+        self.weight_bytes = sum(t.nbytes for t in self._read())
+        self.num_weights = sum(t.numel() for t in self._read())
         # The reference rounds the scale to the weights' dtype before multiplying.
         self.embed_scale = float(torch.tensor(config.embed_scale).to(self.embed.dtype))
 
@@ -158,12 +167,11 @@ class Model:
         y = F.rms_norm(x.float(), weight.shape, weight.float(), self.config.rms_eps)
         return y.to(x.dtype)
 
-    def _count_bytes(self) -> int:
-        """Bytes a decode step reads: the embedding table only where it also is the output head."""
-        tensors = [self.lm_head, self.final_norm]
+    def _read(self) -> list[Matrix]:
+        tensors: list[Matrix] = [self.lm_head, self.final_norm]
         for layer in self.layers:
-            tensors += [t for t in vars(layer).values() if isinstance(t, torch.Tensor)]
-        return sum(t.nbytes for t in tensors)
+            tensors += [t for t in vars(layer).values() if isinstance(t, (torch.Tensor, Int8Weight))]
+        return tensors
 
     @staticmethod
     def _angles(

@@ -84,8 +84,8 @@ class Floor:
         model: Any = llm.engine.runner.model
         self._config = llm.engine.model_config
         self._kv: Any = llm.engine.runner.kv
-        self._head = model.lm_head.nbytes
-        self._item = model.lm_head.element_size()
+        self._item = model.embed.element_size()  # of KV too
+        self._products, self._head_products = model.num_weights, model.lm_head.numel()
         self._weights = model.weight_bytes
         self._options = llm.config
         self._windows = [self._config.window(i) for i in range(self._config.num_layers)]
@@ -93,13 +93,13 @@ class Floor:
     def decode(self, ceilings: Ceilings, contexts: Sequence[int]) -> float:
         """One token of each row."""
         read = self._weights + sum(map(self._row_bytes, contexts))
-        flops = 2.0 * self._weights / self._item * len(contexts)
+        flops = 2.0 * self._products * len(contexts)
         return ceilings.floor(read, flops)
 
     def prefill(self, ceilings: Ceilings, tokens: int, pairs: int) -> float:
         """Chunks of so many tokens: products are what limits. Windows, which save some, are not counted."""
         c = self._config
-        flops = 2.0 * (self._weights - self._head) / self._item * tokens
+        flops = 2.0 * (self._products - self._head_products) * tokens
         return ceilings.floor(self._weights, flops + 4.0 * pairs * c.num_heads * c.head_dim * c.num_layers)
 
     def _row_bytes(self, context: int) -> float:

@@ -21,23 +21,32 @@ import torch
 import torch.nn.functional as F
 
 from nano_oasis.kernels.dispatch import numba_works
+from nano_oasis.kernels.int8_weight import Int8Weight
 
 _COMPILED = 32  # rows: up to here the compiled product wins
 _FEW = 8  # without it: up to here the transposed product wins clearly; the padded single row too
 _SOME = range(16, 129)  # and here by a little
+_DECODED = 512  # rows of int8 weights that are fp32 at once
+
+Matrix = torch.Tensor | Int8Weight  # of a linear layer, [out, in]
 
 
-def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+def linear(x: torch.Tensor, weight: Matrix, bias: torch.Tensor | None = None) -> torch.Tensor:
     """x [n, in], weight [out, in], bias [out] -> [n, out], contiguous. Equals F.linear up to rounding.
 
     Where the compiled product is used (up to 32 rows, numba) a row's result does not depend on the others.
     """
     rows = len(x)
-    if x.device.type != "cpu" or x.dtype != torch.float32:
+    compiled = _compiled() if rows <= _COMPILED and x.device.type == "cpu" else None
+    if isinstance(weight, Int8Weight):
+        if compiled is not None and compiled.supports(x, weight.codes):
+            out: torch.Tensor = compiled.linear_rows(x, weight.codes, weight.scales)
+        else:
+            out = _decoded(x, weight)
+    elif x.device.type != "cpu" or x.dtype != torch.float32:
         return F.linear(x, weight, bias)
-    compiled = _compiled() if rows <= _COMPILED else None
-    if compiled is not None and compiled.supports(x, weight):
-        out: torch.Tensor = compiled.linear_rows(x, weight)
+    elif compiled is not None and compiled.supports(x, weight):
+        out = compiled.linear_rows(x, weight)
     elif rows <= _FEW or rows in _SOME:
         if rows == 1:
             x = F.pad(x, (0, 0, 0, 1))
@@ -45,6 +54,15 @@ def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = No
     else:
         return F.linear(x, weight, bias)
     return out if bias is None else out.add_(bias)
+
+
+def _decoded(x: torch.Tensor, weight: Int8Weight) -> torch.Tensor:
+    """Many rows: the products cost more than decoding, a part of the weights at a time that stays cached."""
+    out = x.new_empty(len(x), len(weight.codes))
+    for low in range(0, len(weight.codes), _DECODED):
+        part = slice(low, low + _DECODED)
+        out[:, part] = F.linear(x, weight[part])
+    return out
 
 
 def _compiled() -> Any:

@@ -35,16 +35,19 @@ _I64, _VEC = ir.IntType(64), ir.VectorType(_F32, LANES)
 
 
 def make_tile(rows: int, fetch: bool = True) -> Callable[..., Any]:
-    """tile(w, o, x, r, out): out[r + i, o + j] = x[r + i] . w[o + j] for i < rows, j < 4. None is checked.
+    """tile(w, scales, o, x, r, out): out[r + i, o + j] = x[r + i] . w[o + j], i < rows, j < 4. Unchecked.
 
-    w fp32 [O, K], x fp32 [R, K], out fp32 [R, O], all contiguous, K a multiple of 16. fetch: the rows of w
-    that the tile after the next needs are fetched meanwhile.
+    w fp32 [O, K], or int8, and then the sum is multiplied with scales[o + j] (fp32 [O]; else not looked at);
+    x fp32 [R, K], out fp32 [R, O]; all contiguous, K a multiple of 16. fetch: the rows of w that the tile
+    after the next needs are fetched meanwhile.
     """
 
     @intrinsic
-    def tile(_: Any, w: Any, o: Any, x: Any, r: Any, out: Any) -> Any:
+    def tile(_: Any, w: Any, scales: Any, o: Any, x: Any, r: Any, out: Any) -> Any:
+        coded = w.dtype == types.int8
+
         def emit(context: Any, b: Any, signature: Any, args: Any) -> Any:
-            w, o, x, r, out = arrays_of(context, b, signature, args)
+            w, scales, o, x, r, out = arrays_of(context, b, signature, args)
             width = b.extract_value(w.shape, 1)
             outs = b.extract_value(out.shape, 1)
             weights = [b.gep(w.data, [b.mul(b.add(o, _I64(j)), width)]) for j in range(TILE_OUT)]
@@ -56,7 +59,7 @@ def make_tile(rows: int, fetch: bool = True) -> Callable[..., Any]:
                 for total in row:
                     b.store(zero, total)
             with cgutils.for_range_slice(b, _I64(0), width, _I64(LANES)) as (k, _):
-                loaded = [_load(b, p, k) for p in weights]
+                loaded = [_codes(b, p, k) if coded else _load(b, p, k) for p in weights]
                 for p in ahead if fetch else ():
                     prefetch_at(b, b.gep(p, [k]))
                 for p, row in zip(inputs, sums, strict=True):
@@ -66,13 +69,23 @@ def make_tile(rows: int, fetch: bool = True) -> Callable[..., Any]:
                         b.store(b.fadd(product, b.load(total), flags=_FUSE), total)
             for i, row in enumerate(sums):
                 four = _four(b, [b.load(total) for total in row], b.fadd)
+                if coded:
+                    each = b.bitcast(b.gep(scales.data, [o]), four.type.as_pointer())
+                    four = b.fmul(four, b.load(each, align=4))
                 at = b.gep(out.data, [b.add(b.mul(b.add(r, _I64(i)), outs), o)])
                 b.store(four, b.bitcast(at, four.type.as_pointer()), align=4)
             return context.get_dummy_value()
 
-        return types.void(w, types.int64, x, types.int64, out), emit
+        return types.void(w, scales, types.int64, x, types.int64, out), emit
 
     return tile
+
+
+def _codes(b: Any, start: ir.Value, k: ir.Value) -> ir.Value:
+    """A vector of int8 as fp32."""
+    narrow, wide = (ir.VectorType(ir.IntType(bits), LANES) for bits in (8, 32))
+    codes = b.load(b.bitcast(b.gep(start, [k]), narrow.as_pointer()), align=1)
+    return b.sitofp(b.sext(codes, wide), _VEC)
 
 
 def _load(b: Any, start: ir.Value, k: ir.Value) -> ir.Value:

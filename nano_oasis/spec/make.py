@@ -101,5 +101,5 @@ def _model_draft(config: EngineConfig, model: Model, num_tokens: int, max_len: i
     enough = -(-length // config.block_size)
     blocks = max(min(_MODEL_KV // block_bytes, enough * config.max_num_seqs), enough)
     cache = KVCache.allocate(small, blocks, config.block_size, dtype, str(device))
-    draft = Model(small, checkpoint.tensors, length)
+    draft = Model(small, checkpoint.tensors, length, config.weights == "int8")
     return ModelDraft(draft, DenseKV(cache, select_kernels(device, dtype), str(device)), length, num_tokens)

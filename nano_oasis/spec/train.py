@@ -234,7 +234,7 @@ class Run:
         config = HeadConfig(hidden, inner, args.blocks, min(args.vocab, self.num_tokens) // 4 * 4)
         draft_ids = draft_vocabulary(texts, self.num_tokens, config.vocab)
         trainer = Trainer(
-            config, Texts.of(texts), model.embed, model.lm_head, draft_ids, steps=args.steps,
+            config, Texts.of(texts), model.embed, model.lm_head[:], draft_ids, steps=args.steps,
             batch=args.batch, lr=args.lr, seed=args.seed, half=args.products == "bfloat16",
         )  # fmt: skip
         recipe = {
