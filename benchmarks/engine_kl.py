@@ -96,7 +96,7 @@ class Bench:
             link = SimulatedLink(mover, bandwidth=a.bandwidth, latency_s=a.latency, lanes=2)
         coordinator = PrefetchCoordinator(link)
         coordinator.start()
-        stage = Stage(64, options.block_size, heads, c.head_dim, torch.float32, "cpu")
+        stage = Stage(64, options.block_size, c.num_kv_heads, c.head_dim, torch.float32, "cpu")
         return OasisKV(
             c, options, select_kernels("cpu"), self.host, keys, values, self.sketches, coordinator, stage,
             self.length,
