@@ -64,34 +64,34 @@ def build_engine(
         model = Model(model_config, checkpoint.tensors, memory.max_len, config.weights == "int8")
         known_ids = min(tokenizer.vocab_size, model_config.vocab_size)
         draft = make_draft(config, model, known_ids, memory.max_len)
+        name = config.served_model_name or default_name(config.model, path)
+        info = EngineInfo(
+            model_name=name,
+            dtype=str(checkpoint.dtype).removeprefix("torch."),
+            device=device,
+            block_size=config.block_size,
+            num_blocks=memory.num_blocks,
+            kv_tokens=memory.num_blocks * config.block_size,
+            kv_bytes=memory.device_bytes,
+            max_model_len=memory.max_len,
+            kv_mode=config.kv_mode,
+            host_kv_bytes=memory.host_bytes,
+        )
+        blocks = BlockManager(memory.num_blocks, config.block_size, config.enable_prefix_caching)
+        policy: DraftPolicy | None = None
+        if config.draft != "none":
+            policy = FixedDrafts(config.num_draft_tokens) if config.num_draft_tokens else PricedDrafts()
+        scheduler = Scheduler(blocks, config.max_num_seqs, config.max_num_batched_tokens, memory.gate, policy)
+        runner = Runner(model, memory.store, Sampler(known_ids), device, draft)
+        warm_up(runner, memory.gate, memory.max_len)
+        return Engine(
+            runner, scheduler, tokenizer, model_config, info, Metrics(name),
+            seed=config.seed, stall_timeout=config.stall_timeout, deliver=deliver, on_stop=memory.close,
+        )  # fmt: skip
     except BaseException:
         if memory is not None:
             memory.close()
         raise
-    name = config.served_model_name or default_name(config.model, path)
-    info = EngineInfo(
-        model_name=name,
-        dtype=str(checkpoint.dtype).removeprefix("torch."),
-        device=device,
-        block_size=config.block_size,
-        num_blocks=memory.num_blocks,
-        kv_tokens=memory.num_blocks * config.block_size,
-        kv_bytes=memory.device_bytes,
-        max_model_len=memory.max_len,
-        kv_mode=config.kv_mode,
-        host_kv_bytes=memory.host_bytes,
-    )
-    blocks = BlockManager(memory.num_blocks, config.block_size, config.enable_prefix_caching)
-    policy: DraftPolicy | None = None
-    if config.draft != "none":
-        policy = FixedDrafts(config.num_draft_tokens) if config.num_draft_tokens else PricedDrafts()
-    scheduler = Scheduler(blocks, config.max_num_seqs, config.max_num_batched_tokens, memory.gate, policy)
-    runner = Runner(model, memory.store, Sampler(known_ids), device, draft)
-    warm_up(runner, memory.gate, memory.max_len)
-    return Engine(
-        runner, scheduler, tokenizer, model_config, info, Metrics(name),
-        seed=config.seed, stall_timeout=config.stall_timeout, deliver=deliver, on_stop=memory.close,
-    )  # fmt: skip
 
 
 def warm_up(runner: Runner, gate: Gate | None, max_len: int) -> None:

@@ -215,8 +215,8 @@ class EngineConfig:
 
     @property
     def chooses(self) -> bool:
-        """Attention of some pass reads chosen blocks: in the lossless mode the drafts' alone."""
-        return self.kv_mode == "oasis" or (self.kv_mode == "lossless" and self.draft != "none")
+        """Attention of some pass reads chosen blocks: in the lossless mode that of draft=self alone."""
+        return self.kv_mode == "oasis" or (self.kv_mode == "lossless" and self.draft == "self")
 
     def __post_init__(self) -> None:
         if self.block_size is None:

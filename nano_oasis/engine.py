@@ -14,6 +14,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 from nano_oasis.config import EngineInfo, ModelConfig
@@ -206,7 +207,9 @@ class Engine:
             log.exception("a step of %d rows failed", len(rows))
             if len(rows) == 1:
                 return [error]
-            return [self._execute([row])[0] for row in rows]
+            return [
+                self._execute([replace(row, max_drafts=0)])[0] for row in rows
+            ]  # it may be a guess's fault
 
     def _learn(
         self, rows: list[ScheduledRow], results: list[Drawn | Exception | None], seconds: float
@@ -216,7 +219,8 @@ class Engine:
         if policy is None or not drawn:
             return
         self.metrics.drafts([(d.num_drafts, len(d.tokens) - 1) for d in drawn if d.num_drafts])
-        if len(drawn) == len(rows) and all(row.is_decode for row in rows):
+        whole = len(drawn) == len(rows) and all(row.is_decode for row in rows)
+        if whole and not self.runner.draft_behind:
             tokens = sum(len(d.tokens) for d in drawn)
             drafts, drafting = sum(d.num_drafts for d in drawn), self.runner.draft_seconds
             policy.record(len(rows), drafts, tokens, seconds, drafting)

@@ -61,6 +61,7 @@ class Runner:
         self.device = device
         self.draft = draft
         self.draft_seconds = 0.0  # that drafting took in the last step
+        self.draft_behind = False  # and that was mostly catching up
 
     @torch.inference_mode()
     def execute(self, plan: Sequence[ScheduledRow]) -> list[Drawn | KVFailure | None]:
@@ -92,7 +93,7 @@ class Runner:
     def _with_drafts(self, plan: Sequence[ScheduledRow]) -> list[ScheduledRow]:
         """The rows with the draft tokens that were found for them. A draft that fails costs only itself."""
         rows, asked = list(plan), [i for i, row in enumerate(plan) if row.max_drafts]
-        self.draft_seconds = 0.0
+        self.draft_seconds, self.draft_behind = 0.0, False
         if self.draft is None or not asked:
             return rows
         began = time.perf_counter()
@@ -105,6 +106,7 @@ class Runner:
             return list(plan)
         finally:
             self.draft_seconds = time.perf_counter() - began
+            self.draft_behind = getattr(self.draft, "behind", False)
         return rows
 
     def _sample(

@@ -113,6 +113,22 @@ def test_the_file_says_what_it_is(folder, trained):
     assert figures == measure.acceptance(DraftHead.load(trained, model_of(folder)), held)
 
 
+def test_the_same_model_in_another_format_is_known(folder, trained):
+    """Four bits in groups of 32, as Q4_0 has them; and --weights int8."""
+    checkpoint = load_checkpoint(folder, torch.float32)
+    for name, weight in checkpoint.tensors.items():
+        if weight.ndim == 2 and weight.shape[1] % 32 == 0:
+            groups = weight.unflatten(1, (-1, 32))
+            step = groups.abs().amax(-1, keepdim=True) / 7
+            checkpoint.tensors[name] = ((groups / step).round() * step).flatten(1)
+    coarse = Model(checkpoint.config, checkpoint.tensors, 64)
+    assert not torch.equal(coarse.embed, model_of(folder).embed)
+    DraftHead.load(trained, coarse)
+    checkpoint = load_checkpoint(folder, torch.float32)
+    head = DraftHead.load(trained, Model(checkpoint.config, checkpoint.tensors, 64, int8=True))
+    assert head.rows.dtype == torch.float32
+
+
 def test_another_model_is_refused(folder, trained, tmp_path):
     make_hf("llama", tmp_path / "a", vocab_size=640, seed=1)
     with pytest.raises(ConfigError, match="another model of the same size"):

@@ -6,14 +6,16 @@ from dataclasses import replace
 
 import pytest
 import torch
-from draft_fakes import BrokenDraft, KnownDraft, RandomDraft, request_of
-from fakes import EOS, VOCAB, Caller, make_engine, run, same, solo, turn
+from draft_fakes import BrokenDraft, FakeDraft, KnownDraft, RandomDraft, request_of
+from fakes import EOS, VOCAB, Caller, FakeModel, make_engine, run, same, solo, turn
 from test_engine import random_params
 
 from nano_oasis.request import Request, SampledToken, SamplingParams, ScheduledRow
 from nano_oasis.sampler import Sampler, probabilities
 from nano_oasis.scheduler.draft_policy import FixedDrafts
+from nano_oasis.spec.auto import AutoDraft
 from nano_oasis.spec.draft import accepted
+from nano_oasis.spec.head_draft import HeadDraft
 from nano_oasis.spec.ngram import NGramDraft
 
 GREEDY = SamplingParams(temperature=0, max_tokens=24, ignore_eos=True)
@@ -24,11 +26,13 @@ def draft_named(name, expected, seed):
         return NGramDraft()
     if name == "random":
         return RandomDraft(VOCAB, seed)
+    if name == "broken":
+        return BrokenDraft()
     return KnownDraft(expected, VOCAB, {"right": 1.0, "wrong": 0.0, "mixed": 0.6}[name], seed)
 
 
 @pytest.mark.parametrize("seed", range(20))
-@pytest.mark.parametrize("name", ["right", "wrong", "random", "mixed", "ngram"])
+@pytest.mark.parametrize("name", ["right", "wrong", "random", "mixed", "ngram", "broken"])
 def test_random_schedules_equal_solo_whatever_the_draft_says(name, seed):
     """Prefix cache, chunked prefill, preemption, aborts, sampling and stops, with 1 to 5 draft tokens."""
     rng = random.Random(seed)
@@ -48,18 +52,23 @@ def test_random_schedules_equal_solo_whatever_the_draft_says(name, seed):
     }
     draft = draft_named(name, expected, seed)
     engine = make_engine(
-        num_blocks, block_size, rng.choice([1, 3, 6]), rng.choice([6, 9, 40]), seed=seed, prefix=seed % 5 > 0,
+        num_blocks, block_size, rng.choice([1, 3, 6]), rng.choice([6, 9, 40]), seed=seed, prefix=seed % 4 > 0,
         draft=draft, policy=FixedDrafts(1 + seed % 5),
     )  # fmt: skip
-    callers = []
+    callers, aborted = [], set[int]()
     while len(callers) < len(jobs) or not all(c.done for c in callers):
         for _ in range(rng.choice([0, 0, 1, 3])):
             if len(callers) < len(jobs):
                 callers.append(Caller(engine, *jobs[len(callers)]))
         turn(engine)
+        if rng.random() < 0.05 and len(aborted) < 3 and callers:
+            aborted.add(rng.randrange(len(callers)))
+            for i in aborted:
+                engine.abort(callers[i].submission)
     assert engine.num_live == 0 and engine.scheduler.blocks.num_free == num_blocks
-    for caller, want in zip(callers, wanted, strict=True):
-        same(caller.outputs, want)
+    for i, (caller, want) in enumerate(zip(callers, wanted, strict=True)):
+        if i not in aborted:
+            same(caller.outputs, want)
     if name == "right":
         assert draft.proposed == 0 or draft.right > 0
     if name == "wrong":
@@ -305,3 +314,72 @@ def test_a_waiting_request_gets_its_blocks_before_drafts_do():
     late = Caller(engine, list(range(9)), SamplingParams(max_tokens=1, temperature=0))
     run(engine, late, limit=4)
     run(engine, first)
+
+
+class FakeHead:
+    """A draft head that knows FakeModel: right whenever it is given the state its newest token came from."""
+
+    def step(self, states, tokens):
+        states = (states.double() * 31 + tokens[:, None] + 11) % 1_000_003
+        return states.float(), FakeModel().logits(states).argmax(1), torch.ones(len(tokens))
+
+
+@pytest.mark.parametrize("draft", ["head", "auto"])
+def test_the_head_is_given_the_states_its_newest_tokens_came_from(draft):
+    """After chunked prefill, rejections, preemption and a prefix found in the cache."""
+    head = HeadDraft(FakeHead())
+    engine = make_engine(
+        num_blocks=40, block_size=2, max_num_batched_tokens=16, policy=FixedDrafts(3),
+        draft=head if draft == "head" else AutoDraft(head),
+    )  # fmt: skip
+    told = []
+    observe = engine.runner.draft.observe
+
+    def watch(rows, right, hidden):
+        told.extend((len(row.drafts), count) for row, count in zip(rows, right, strict=True))
+        observe(rows, right, hidden)
+
+    engine.runner.draft.observe = watch
+    prompts = [[5, 6, 7, i] for i in range(5)] + [[5, 6, 7, 0]]
+    params = [replace(GREEDY, temperature=0.9 * (i == 2), seed=1) for i in range(6)]
+    callers = [Caller(engine, p, s) for p, s in zip(prompts, params, strict=True)]
+    run(engine, *callers)
+    for caller, prompt, one in zip(callers, prompts, params, strict=True):
+        same(caller.outputs, solo(prompt, one))
+    proposed, right = (sum(x) for x in zip(*told, strict=True))
+    assert proposed > 60 and right > 0.75 * proposed  # wrong for the one that samples, and after n-grams
+    assert sum(r.num_preemptions for c in callers for r in c.submission.requests) > 0
+
+
+def test_a_guess_that_breaks_the_step_does_not_fail_its_request():
+    """A token nobody asked for, at which the model fails: the rows are tried again without guesses."""
+    want = solo([4, 5], GREEDY)
+    bad = next(t for t in range(VOCAB) if t not in want[0].token_ids)
+    model, draft = FakeModel(), FakeDraft()
+    draft.guess = lambda request, count: [bad]
+    model.fail_on = bad
+    engine = make_engine(draft=draft, policy=FixedDrafts(2), model=model)
+    caller = Caller(engine, [4, 5], GREEDY)
+    run(engine, caller)
+    same(caller.outputs, want)
+    assert draft.proposed > 0 and engine.scheduler.blocks.num_used == 0
+
+
+def test_without_a_block_to_spare_drafts_fill_the_newest_one():
+    """Somebody waits: a row has as many drafts as fit, not none."""
+    engine = make_engine(num_blocks=4, block_size=8, draft=RandomDraft(VOCAB), policy=FixedDrafts(5))
+    first = Caller(engine, [1, 2], SamplingParams(max_tokens=25, temperature=0, ignore_eos=True))
+    turn(engine)
+    late = Caller(engine, list(range(25)), SamplingParams(max_tokens=1, temperature=0))
+    seen = []
+    plan = engine.scheduler.plan
+
+    def watch():
+        step = plan()
+        seen.extend((row.request.num_tokens % 8, row.max_drafts) for row in step.rows if row.is_decode)
+        return step
+
+    engine.scheduler.plan = watch
+    run(engine, first, late)
+    assert {count for place, count in seen if place == 6} == {2}
+    assert {count for place, count in seen if place == 2} <= {5}

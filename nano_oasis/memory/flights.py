@@ -95,7 +95,11 @@ class Flights:
                 self._drop([ticket])
 
     def _submit(self, tickets: Sequence[Ticket]) -> list[Ticket]:
-        refused = self.coordinator.submit(tickets)
+        try:
+            refused = self.coordinator.submit(tickets)
+        except BaseException:  # it has stopped: nothing will arrive
+            self._drop(tickets)
+            raise
         gone = {t.slot for t in refused}
         self._flying |= {t.key: t for t in tickets if t.slot not in gone}
         return refused

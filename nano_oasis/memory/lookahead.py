@@ -71,7 +71,11 @@ class Lookahead:
     def measure(self, layer: int, rows: Rows, x: Layout, own: np.ndarray, mass: np.ndarray) -> None:
         """own bool [G, n, M]: what the rows' own queries want; mass fp32 [G, n, M]. Both predictors are
         judged, whichever is used."""
-        if layer not in self.measured or not rows.has_drafts or not mass.any():
+        if layer not in self.measured:
+            return
+        if not rows.has_drafts or not mass.any():
+            for seat in rows.seats:
+                seat.foretold.pop(layer, None)  # it was of the step after that, which is this one
             return
         for last in np.flatnonzero(rows.last):
             seat, first = rows.seats[last], last - rows.drafts[last]

@@ -281,9 +281,7 @@ class OasisKV:
                 request.num_exact = row.start
             full = (row.start + row.num_tokens) // self.block_size
             parts += [(seat, p) for p in range(seat.sealed, full)]
-            seat.sealed = max(seat.sealed, full)
-            if row.start >= len(row.request.prompt_ids):
-                seat.cold = False
+            seat.cold &= row.start < len(request.prompt_ids)
             proposed = view.num_drafts.get(row.request.id, 0)
             if proposed:
                 right = min(len(row.drafts) + 1, proposed)
@@ -293,14 +291,16 @@ class OasisKV:
             self.failures |= seal_or_fail(self, parts)
         for row in rows:
             seat = self.seats[row.request.id]
-            if not seat.dense and row.start < len(row.request.prompt_ids):
-                seat.cold = True
+            seat.sealed = max(seat.sealed, (row.start + row.num_tokens) // self.block_size)
+            seat.cold |= not seat.dense and row.start < len(row.request.prompt_ids)
         failures, self.failures = self.failures, {}
         return failures
 
     def raise_budget(self, seat: Seat) -> None:
-        """A quarter more for a request whose audit fell short, as far as the pool allows."""
-        blocks = math.ceil(seat.budget * 1.25)
+        """A quarter more for a request whose audit fell short, once a step, as far as the pool allows."""
+        if seat.raised == self.passes:
+            return
+        seat.raised, blocks = self.passes, math.ceil(seat.budget * 1.25)
         caps = torch.maximum(
             seat.caps, self._caps(blocks * self.block_size, -(-seat.request.max_len // self.block_size))
         )

@@ -297,6 +297,8 @@ class OasisView:
             return
         shape = (-1, kv.slot_keys.shape[1], kv.config.num_kv_heads, kv.slot_keys.shape[3])
         for i, seat in enumerate(rows.seats):
+            if rows.drafts[i]:
+                continue  # a guess, which may be dropped
             blocks = torch.tensor(seat.request.block_table[: seat.sealed])
             keys = torch.empty((len(blocks), *shape[1:]), dtype=kv.slot_keys.dtype)
             kv.host.load(layer, blocks, keys, torch.empty_like(keys))

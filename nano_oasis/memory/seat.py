@@ -27,6 +27,7 @@ class Seat:
     cold: bool = False  # just shrunk: the next decode step fetches what it wants and waits
     sealed: int = 0  # leading blocks that are in the host tier and sketched
     lossless: bool = False  # its tokens come from attention to everything, wherever that is
+    raised: int = -1  # the pass in which an audit last raised its budget
     draft_chance: float = 0.5  # how often its drafts were right lately
     looks_ahead: bool = True  # whether its drafts' queries foretell better than its own
     agreement: dict[str, float] = field(default_factory=dict)  # by predictor, lately; see lookahead.py

@@ -2,16 +2,17 @@
 
 Owns: how many draft tokens a step may have. Must not know: torch, how drafts are made or how likely they are.
 
-A step of n decoding requests without drafts takes T0 seconds; with D draft tokens it takes T. So a draft
-token costs c = (T - T0) / D seconds, drafting included. The batch gives R tokens a second anyway. A draft
-token accepted with chance p brings p tokens for c seconds: it pays while p > c * R, its *price*. The draft
-compares each of its tokens with the price and proposes those that are likelier. T0, c and R are medians of
-the last steps of about the same n; steps that also compute prompts are left out. While drafts are used, a
-step now and then goes without, to know T0, and one is *bold*: its price is 0, so that the draft proposes all
-it can, and only such steps tell c. (With few draft tokens what drafting costs at all falls on few, each looks
-dear, and next time there would be fewer still.) And a draft that proposes little must be quick: over the last
-steps in which it was asked, what it brought in tokens is compared with the time that it took itself. What
-does not pay is off for a while, then tried anew.
+A step of n decoding requests takes T0 seconds without drafts; with D draft tokens it takes T0 + F + c * D:
+F is what drafting and verifying cost at all. The batch gives R tokens a second anyway, so a draft token
+accepted with chance p, which brings p tokens for c seconds, is worth it while p > c * R, its *price*. The
+draft compares each of its tokens with the price and proposes those that are likelier. T0, c and R are
+medians of the last steps of about the same n; steps that also compute prompts say nothing about them.
+
+While drafts are used, a step now and then goes without, to know T0, and one is *bold*: its price is 0, so
+that the draft proposes all it can, and only such steps tell c. (With few draft tokens F falls on few, each
+looks dear, and next time there would be fewer still.) So F is in no price. It is in the *debt*: over the
+last steps in which the draft was asked, the time they took beyond T0 less the time that the tokens gained
+would have taken. With too much of it drafts are off for a while, longer each time, and then tried anew.
 """
 
 from __future__ import annotations
@@ -26,10 +27,16 @@ from nano_oasis.request import Request
 
 FIRST = 3  # steps of a kind before anything is concluded from them
 SEEN = 5  # steps of a kind that count
-CHECK = 48  # steps with drafts after which one goes without, and after which one is bold
-OFF = 4 * CHECK  # steps without drafts after they did not pay
+CHECK = 48  # steps with drafts after which one goes without, and after which one is bold,
+BOLD = 100  # or later: bold tokens at their known cost are one part of so many of the time
+OFF = 4 * CHECK  # steps without drafts after they did not pay, doubled each time up to
+MOST_OFF = 16 * CHECK
 JUDGED = 16  # steps over which drafting as a whole must pay,
-NOISE = 0.03  # up to this share of their time
+NOISE = 0.03  # up to this share of their time,
+HEAVY = 4.0  # and never so many plain steps' time must be lost
+SILENT = (
+    32  # steps with drafts in a row that taught nothing: prompts are computed in each, or a draft catches up
+)
 
 
 class FixedDrafts:
@@ -52,38 +59,40 @@ class _Size:
     """What was seen of steps of about one size; seconds, tokens per second."""
 
     plain: deque[float] = field(default_factory=lambda: deque(maxlen=SEEN))
-    cost: deque[float] = field(default_factory=lambda: deque(maxlen=SEEN))  # of a draft token, bold steps
+    cost: deque[float] = field(default_factory=lambda: deque(maxlen=FIRST))  # of a draft token, bold steps
     rate: deque[float] = field(default_factory=lambda: deque(maxlen=SEEN))
     plain_rate: deque[float] = field(default_factory=lambda: deque(maxlen=SEEN))
-    asked: deque[tuple[float, float]] = field(default_factory=lambda: deque(maxlen=JUDGED))  # gained, lost
+    asked: deque[float] = field(
+        default_factory=lambda: deque(maxlen=JUDGED)
+    )  # seconds lost; less than 0: gained
     since_plain: int = 0
     since_bold: int = 0
+    silent: int = 0  # steps with drafts since one that taught something
     off: int = 0  # steps left without drafts
+    off_for: int = OFF  # next time
     doubtful: bool = False  # it was off: one token at a time until there are new figures
 
     @property
-    def bold(self) -> bool:
-        return len(self.cost) < FIRST or self.since_bold > CHECK
+    def known(self) -> bool:
+        return len(self.cost) >= FIRST
+
+    def bold(self, most: int) -> bool:
+        if not self.known:
+            return True
+        dear = BOLD * most * median(self.cost) / median(self.plain)
+        return self.since_bold > max(CHECK, dear)
 
     @property
     def price(self) -> float:
-        """Of the next step's tokens."""
-        return 0.0 if self.bold else self.fair_price
-
-    @property
-    def fair_price(self) -> float:
-        return max(median(self.cost), 0.0) * median(self.rate) if len(self.cost) >= FIRST else 0.0
+        """What a draft token costs, in tokens."""
+        return max(median(self.cost), 0.0) * median(self.rate) if self.known else 0.0
 
     @property
     def pays(self) -> bool:
-        """Tokens gained against the tokens that the time taken would have given."""
-        if self.fair_price >= 1:
+        if self.price >= 1:
             return False
-        if len(self.asked) < JUDGED:
-            return True
-        gained, lost = (sum(x) for x in zip(*self.asked, strict=True))
-        allowed = NOISE * JUDGED * median(self.plain)
-        return gained >= (lost - allowed) * median(self.plain_rate)
+        debt, whole = sum(self.asked), len(self.asked) == JUDGED
+        return not self.asked or debt <= (NOISE * JUDGED if whole else HEAVY) * median(self.plain)
 
 
 class PricedDrafts:
@@ -99,32 +108,40 @@ class PricedDrafts:
         if size.off:
             size.off -= 1
         elif not size.pays:
-            size.off, size.doubtful = OFF, True
+            size.off, size.off_for = size.off_for, min(2 * size.off_for, MOST_OFF)
+            size.doubtful = True
             size.cost.clear()
             size.asked.clear()
-        elif size.doubtful and len(size.cost) >= FIRST:  # even one token pays: more will tell what they cost
+        elif size.doubtful and size.known:  # even one token pays: more will tell what they cost
             size.doubtful = False
             size.cost.clear()
-        self.price = size.price
+        self.price = 0.0 if size.bold(self.most) else size.price
         if size.off or len(size.plain) < FIRST or size.since_plain > CHECK:
             return [0] * len(requests)
-        few = size.doubtful and len(size.cost) < FIRST
+        if size.silent >= SILENT:  # nothing is learned now: what is known, or none
+            self.price = size.price
+            return [self.most if size.known else 0] * len(requests)
+        size.silent += 1
+        few = size.doubtful and not size.known
         return [1 if few else self.most] * len(requests)
 
     def record(self, requests: int, drafts: int, tokens: int, seconds: float, drafting: float) -> None:
         """A step that only decoded: its requests, draft tokens verified, tokens kept, duration, and how much
         of that the draft took; 0 if it was not asked."""
         size = self._size(requests)
+        size.silent = 0
         size.rate.append(tokens / max(seconds, 1e-9))
-        if drafting:
-            size.asked.append((tokens - requests, drafting))
+        if drafting and size.plain:
+            size.asked.append(seconds - median(size.plain) - (tokens - requests) / median(size.plain_rate))
+            size.since_bold += 1
+            if len(size.asked) == JUDGED and size.pays:
+                size.off_for = OFF
         if drafts == 0:
             size.plain.append(seconds - drafting)
             size.plain_rate.append(requests / max(seconds - drafting, 1e-9))
             size.since_plain = 0
             return
         size.since_plain += 1
-        size.since_bold += 1
         if size.plain and self.price == 0.0:
             size.cost.append((seconds - median(size.plain)) / drafts)
             size.since_bold = 0

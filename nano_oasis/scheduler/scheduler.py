@@ -135,7 +135,10 @@ class Scheduler:
             # The step may yield one token more than it has drafts; none of them past the limit.
             count = min(count, budget - taken, request.max_len - request.num_tokens - 1)
             missing = self.blocks.blocks_for(request.num_tokens + max(count, 0)) - len(request.block_table)
-            if count <= 0 or (missing > 0 and (self._num_waiting or missing + spare > self.blocks.num_free)):
+            if missing > 0 and (self._num_waiting or missing + spare > self.blocks.num_free):
+                count = min(count, len(request.block_table) * self.blocks.block_size - request.num_tokens)
+                missing = 0  # as many as its newest block holds
+            if count <= 0:
                 continue
             if missing > 0:
                 request.block_table += self.blocks.allocate(missing)

@@ -116,5 +116,5 @@ def read_layers(path: Path, model: Model) -> list[int]:
         return parse_layers(about["layers"], model.config.num_layers)
     except OSError as error:
         raise ConfigError(f"draft_layers: {path}: {error.strerror}") from error
-    except (ValueError, KeyError, TypeError) as error:
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise ConfigError(f"draft_layers: {path} is not a file of calibration: {error}") from error

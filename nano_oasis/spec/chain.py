@@ -66,7 +66,7 @@ class Chains:
         # Then one token whatever it costs, or what was learned would never be unlearned.
         again = self._silent >= TRY_AGAIN
         while going:
-            best, confidence = step(going, tokens[going], done)
+            best, confidence = (x.cpu() for x in step(going, tokens[going], done))
             done += 1
             tokens[going] = best
             on = []

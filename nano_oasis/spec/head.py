@@ -37,7 +37,7 @@ FORMAT = "nano_oasis draft head 1"
 SHIPPED = Path(__file__).parent / "heads"
 EPS = 1e-5  # of the head's own norms
 _SAMPLES = 256  # weights of each of three matrices that a file remembers of its model
-_TOLERANCE = 0.04  # of the largest of them: other number formats of one model pass, other models do not
+_ALIKE = 0.98  # cosine of each matrix's: four bits of the same model pass, other models do not
 
 
 @dataclass(frozen=True)
@@ -138,9 +138,8 @@ class DraftHead:
         call returned. Returns (state [n, H] fp32, tokens [n] int64, confidence [n] fp32): the likeliest next
         tokens and their probability among the tokens that can be drafted.
         """
-        embedded = F.embedding(
-            tokens, self.embed
-        )  # [n, H]; RMSNorm makes the target's embed_scale irrelevant
+        # [n, H]; RMSNorm makes the target's embed_scale irrelevant.
+        embedded = F.embedding(tokens.to(self.embed.device), self.embed)
         state = advance(self.weights, state.to(self.embed.dtype), embedded, self.config.blocks)
         logits = linear(state, self.rows).float()  # [n, D]
         best, at = logits.max(dim=1)
@@ -161,8 +160,7 @@ def fingerprint(model: Model) -> Tensor:
 def same_model(remembered: Tensor, model: Model) -> bool:
     """Whether `remembered` is this model's fingerprint, up to the rounding of number formats."""
     own = fingerprint(model)
-    room = _TOLERANCE * own.abs().amax(dim=1, keepdim=True)
-    return remembered.shape == own.shape and bool(((remembered - own).abs() <= room).all())
+    return remembered.shape == own.shape and bool((F.cosine_similarity(remembered, own) >= _ALIKE).all())
 
 
 def head_path(model: Model) -> Path | None:

@@ -26,6 +26,7 @@ from nano_oasis.request import Request, SamplingParams, ScheduledRow
 from nano_oasis.spec.chain import Chains
 from nano_oasis.spec.self_draft import best_of
 
+FEW = 8  # tokens that a shadow may lack when nothing unusual happens
 CATCH_UP = (
     512  # tokens computed before drafting, in one step, for all requests; longer texts take several steps
 )
@@ -47,6 +48,7 @@ class ModelDraft:
         self.blocks = BlockManager(kv.cache.num_blocks, kv.cache.block_size, enable_prefix_caching=False)
         self._shadows: OrderedDict[int, _Shadow] = OrderedDict()  # by request id, least recently used first
         self._chains = Chains()
+        self.behind = False  # the last propose() was mostly catching up: its time is not what drafts cost
 
     def propose(self, rows: Sequence[ScheduledRow], kv: Any = None) -> list[list[int]]:
         found: list[list[int]] = [[] for _ in rows]
@@ -81,6 +83,8 @@ class ModelDraft:
                 ready.append(i)
         if todo:
             self._forward(todo)
+        # Full acceptance leaves a token to compute; many are a new request's, or the end of a pause.
+        self.behind = any(len(lacking) > FEW for _, lacking in todo)
         return ready
 
     def _shadow(self, request: Request) -> _Shadow:

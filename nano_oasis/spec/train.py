@@ -237,9 +237,8 @@ class Run:
             config, Texts.of(texts), model.embed, model.lm_head[:], draft_ids, steps=args.steps,
             batch=args.batch, lr=args.lr, seed=args.seed, half=args.products == "bfloat16",
         )  # fmt: skip
-        recipe = {
-            name: getattr(args, name) for name in ("steps", "batch", "lr", "products", "seed", "tokens")
-        }
+        names = ("steps", "batch", "lr", "products", "seed", "tokens", "blocks")
+        recipe = {n: getattr(args, n) for n in names} | {"inner": config.inner, "vocab": config.vocab}
         checkpoint = self.work / "checkpoint.safetensors"
         if checkpoint.exists():
             trainer.resume(checkpoint, recipe)
