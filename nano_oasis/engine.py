@@ -205,7 +205,7 @@ class Engine:
             return list(self.runner.execute(rows))
         except Exception as error:
             log.exception("a step of %d rows failed", len(rows))
-            if len(rows) == 1:
+            if len(rows) == 1 and not rows[0].max_drafts:
                 return [error]
             return [
                 self._execute([replace(row, max_drafts=0)])[0] for row in rows
