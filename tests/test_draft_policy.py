@@ -71,7 +71,7 @@ def test_what_drafting_costs_at_all_does_not_make_drafts_fewer_and_fewer():
 
 def test_the_price_is_of_the_batch_size():
     policy = PricedDrafts(6)
-    steps(policy, cost=2.0, plain=1.0, count=100, requests=8)
+    steps(policy, cost=2.0, plain=1.0, count=60, requests=8)
     assert policy.counts([request_of([1])] * 8) == [0] * 8
     steps(policy, cost=0.01, plain=1.0, count=20, requests=1)
     assert policy.counts([request_of([1])]) == [6]

@@ -13,6 +13,7 @@ that the draft proposes all it can, and only such steps tell c. (With few draft 
 looks dear, and next time there would be fewer still.) So F is in no price. It is in the *debt*: over the
 last steps in which the draft was asked, the time they took beyond T0 less the time that the tokens gained
 would have taken. With too much of it drafts are off for a while, longer each time, and then tried anew.
+Bold steps, which are there to learn, count only against the heavy limit.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ FIRST = 3  # steps of a kind before anything is concluded from them
 SEEN = 5  # steps of a kind that count
 CHECK = 48  # steps with drafts after which one goes without, and after which one is bold,
 BOLD = 100  # or later: bold tokens at their known cost are one part of so many of the time
-OFF = 4 * CHECK  # steps without drafts after they did not pay, doubled each time up to
+OFF = 2 * CHECK  # steps without drafts after they did not pay, doubled each time up to
 MOST_OFF = 16 * CHECK
 JUDGED = 16  # steps over which drafting as a whole must pay,
 NOISE = 0.03  # up to this share of their time,
@@ -62,9 +63,9 @@ class _Size:
     cost: deque[float] = field(default_factory=lambda: deque(maxlen=FIRST))  # of a draft token, bold steps
     rate: deque[float] = field(default_factory=lambda: deque(maxlen=SEEN))
     plain_rate: deque[float] = field(default_factory=lambda: deque(maxlen=SEEN))
-    asked: deque[float] = field(
-        default_factory=lambda: deque(maxlen=JUDGED)
-    )  # seconds lost; less than 0: gained
+    # Seconds lost by asking the draft, below 0: gained. All steps; those that were not bold.
+    asked: deque[float] = field(default_factory=lambda: deque(maxlen=JUDGED))
+    judged: deque[float] = field(default_factory=lambda: deque(maxlen=JUDGED))
     since_plain: int = 0
     since_bold: int = 0
     silent: int = 0  # steps with drafts since one that taught something
@@ -91,8 +92,9 @@ class _Size:
     def pays(self) -> bool:
         if self.price >= 1:
             return False
-        debt, whole = sum(self.asked), len(self.asked) == JUDGED
-        return not self.asked or debt <= (NOISE * JUDGED if whole else HEAVY) * median(self.plain)
+        if self.asked and sum(self.asked) > HEAVY * median(self.plain):
+            return False
+        return len(self.judged) < JUDGED or sum(self.judged) <= NOISE * JUDGED * median(self.plain)
 
 
 class PricedDrafts:
@@ -112,6 +114,7 @@ class PricedDrafts:
             size.doubtful = True
             size.cost.clear()
             size.asked.clear()
+            size.judged.clear()
         elif size.doubtful and size.known:  # even one token pays: more will tell what they cost
             size.doubtful = False
             size.cost.clear()
@@ -132,9 +135,12 @@ class PricedDrafts:
         size.silent = 0
         size.rate.append(tokens / max(seconds, 1e-9))
         if drafting and size.plain:
-            size.asked.append(seconds - median(size.plain) - (tokens - requests) / median(size.plain_rate))
+            lost = seconds - median(size.plain) - (tokens - requests) / median(size.plain_rate)
+            size.asked.append(lost)
+            if self.price > 0:
+                size.judged.append(lost)
             size.since_bold += 1
-            if len(size.asked) == JUDGED and size.pays:
+            if len(size.judged) == JUDGED and size.pays:
                 size.off_for = OFF
         if drafts == 0:
             size.plain.append(seconds - drafting)
