@@ -64,7 +64,7 @@ def oasis_engine(model, slots, host_blocks=400, link=None, draft=None, drafts=No
     } | settings
     settings = {
         "kv_mode": "oasis",
-        "draft": "ngram" if draft else "none",
+        "draft": "self" if draft else "none",  # the one that may read chosen blocks in every mode
         "num_draft_tokens": drafts,
     } | settings
     c, options = model.config, EngineConfig(block_size=B, **settings)
