@@ -207,9 +207,8 @@ class Engine:
             log.exception("a step of %d rows failed", len(rows))
             if len(rows) == 1 and not rows[0].max_drafts:
                 return [error]
-            return [
-                self._execute([replace(row, max_drafts=0)])[0] for row in rows
-            ]  # it may be a guess's fault
+            # Without guesses: one of them may be what fails.
+            return [self._execute([replace(row, max_drafts=0)])[0] for row in rows]
 
     def _learn(
         self, rows: list[ScheduledRow], results: list[Drawn | Exception | None], seconds: float

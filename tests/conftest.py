@@ -45,6 +45,18 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     return paths
 
 
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A tiny Llama with a tokenizer: what an LLM can be made of."""
+    from make_checkpoints import make_hf
+    from make_tokenizers import write_bpe_folder
+
+    path = tmp_path_factory.mktemp("tiny")
+    make_hf("llama", path, vocab_size=640)
+    write_bpe_folder(path)
+    return path
+
+
 @pytest.fixture
 def no_thread_is_left() -> Iterator[None]:
     """Stops the coordinators of oasis_engines; for modules that use these."""

@@ -16,8 +16,6 @@ import pytest
 from aiohttp import web
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from make_checkpoints import make_hf
-from make_tokenizers import write_bpe_folder
 
 from nano_oasis.bench import idle, serve
 from nano_oasis.bench.__main__ import main
@@ -240,14 +238,6 @@ def test_what_cannot_be_run_is_refused_by_name(options: list[str], says: str, ca
 
 
 # --- the other commands -------------------------------------------------------------------------------
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory):
-    path = tmp_path_factory.mktemp("tiny")
-    make_hf("llama", path, vocab_size=640)
-    write_bpe_folder(path)
-    return path
-
-
 ENGINE = ["--max-model-len", "256", "--max-num-batched-tokens", "64", "--max-num-seqs", "4"]
 
 

@@ -7,8 +7,6 @@ from __future__ import annotations
 
 import pytest
 import torch
-from make_checkpoints import make_hf
-from make_tokenizers import write_bpe_folder
 
 from nano_oasis import LLM, ConfigError, SamplingParams
 from nano_oasis.kernels import linear as module
@@ -50,14 +48,6 @@ def test_a_row_does_not_depend_on_the_others() -> None:
     alone = torch.cat([linear(row[None], coded) for row in x])
     for rows in (2, 3, 5, 11, 32):
         assert torch.equal(linear(x[:rows], coded), alone[:rows])
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory):
-    path = tmp_path_factory.mktemp("tiny")
-    make_hf("llama", path, vocab_size=640)
-    write_bpe_folder(path)
-    return path
 
 
 def test_a_model_keeps_its_embedding_and_encodes_every_linear_layer(folder) -> None:

@@ -20,7 +20,7 @@ import numpy as np
 import torch
 
 from nano_oasis.bench.report import digits, save, show
-from nano_oasis.bench.roofline import Ceilings, measure_ceilings, timed
+from nano_oasis.bench.roofline import measure_ceilings, timed
 from nano_oasis.config import ConfigError
 from nano_oasis.kernels import make_batch, select
 from nano_oasis.kernels.batch import AttentionBatch
@@ -99,7 +99,7 @@ def run(args: argparse.Namespace) -> int:
         raise ConfigError(f"--only: no case's name contains {args.only!r}")
     show("one layer, fp32", ("", "us", "floor, us", "floor / time", "rate"), rows)
     if args.output:
-        save(args.output, "kernels", _options(args), {"ceilings": _plain(ceilings), "cases": found})
+        save(args.output, "kernels", vars(args), {"ceilings": ceilings.figures(), "cases": found})
     return 0
 
 
@@ -257,11 +257,3 @@ def _shape(args: argparse.Namespace) -> Shape:
             f" of 8; --hidden: two such as 576,1536; got {args.shape!r} and {args.hidden!r}"
         ) from None
     return Shape(heads, kv_heads, dim, hidden, mlp)
-
-
-def _options(args: argparse.Namespace) -> dict[str, object]:
-    return {k: v for k, v in vars(args).items() if k not in ("output", "work")}
-
-
-def _plain(c: Ceilings) -> dict[str, float]:
-    return {"bytes_per_s": c.bandwidth, "flops_per_s": c.products, "threads": c.threads}

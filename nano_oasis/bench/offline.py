@@ -5,6 +5,7 @@ Owns: prompts of token ids, the log of steps, the floor of a step. Must not know
 
 from __future__ import annotations
 
+import argparse
 import random
 import time
 from collections.abc import Sequence
@@ -13,6 +14,7 @@ from typing import Any
 
 from nano_oasis import LLM, SamplingParams
 from nano_oasis.bench.roofline import Ceilings
+from nano_oasis.config import ConfigError, EngineConfig
 from nano_oasis.request import ScheduledRow
 from nano_oasis.runner import Drawn
 
@@ -60,6 +62,17 @@ class StepLog:
         ends = tuple(r.start + r.num_tokens for r in self._rows)
         pairs = sum(r.num_tokens * r.start + r.num_tokens * (r.num_tokens + 1) // 2 for r in chunks)
         self.steps.append(Step(seconds, sum(r.num_tokens for r in chunks), self._drawn, ends, pairs))
+
+
+def at_least_one(args: argparse.Namespace, *names: str) -> None:
+    """Raises ConfigError that names the option."""
+    for name in names:
+        if getattr(args, name) < 1:
+            raise ConfigError(f"--{name.replace('_', '-')}: at least 1, got {getattr(args, name)}")
+
+
+def open_llm(config: EngineConfig) -> LLM:
+    return LLM(**{k: v for k, v in vars(config).items() if v is not None})
 
 
 def token_prompts(llm: LLM, count: int, length: int, seed: int) -> list[dict[str, list[int]]]:

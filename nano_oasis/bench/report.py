@@ -85,7 +85,9 @@ def show(title: str, columns: Sequence[str], rows: Sequence[Sequence[object]]) -
 
 
 def save(path: Path, what: str, options: Mapping[str, Any], results: object) -> None:
-    """A JSON file that says what was run, when, where and with which version. Spreads become their values."""
+    """A JSON file that says what was run, when, where and with which version. Spreads become their values.
+
+    options: of the command line; those that say where to write and what to call are left out."""
     document = {
         "benchmark": what,
         "date": datetime.now(UTC).isoformat(timespec="seconds"),
@@ -96,7 +98,7 @@ def save(path: Path, what: str, options: Mapping[str, Any], results: object) -> 
             "cores": os.cpu_count(),
             "system": platform.platform(terse=True),
         },
-        "options": dict(options),
+        "options": {k: v for k, v in options.items() if k not in ("output", "work")},
         "results": results,
     }
     path.parent.mkdir(parents=True, exist_ok=True)

@@ -33,6 +33,11 @@ class Ceilings:
         """Seconds that work of so many bytes and flops takes at least."""
         return max(read / self.bandwidth, flops / self.products)
 
+    def figures(self) -> dict[str, float]:
+        return {
+            "bytes_per_s": self.bandwidth, "flops_per_s": self.products, "threads": self.threads,
+        }  # fmt: skip
+
     def __str__(self) -> str:
         return (
             f"{self.threads} threads: read {self.bandwidth / 1e9:.1f} GB/s, "

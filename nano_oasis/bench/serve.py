@@ -91,7 +91,7 @@ def run(args: argparse.Namespace) -> int:
         passes.append(figures)
     _show(model, passes, shares)
     if args.output:
-        options = {k: v for k, v in vars(args).items() if k not in ("output", "work")} | {"model": model}
+        options = vars(args) | {"model": model}
         save(args.output, "serve", {k: str(v) if v == math.inf else v for k, v in options.items()}, passes)
     return 1 if any(p["failed"] for p in passes) else 0
 

@@ -16,7 +16,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from nano_oasis.bench.offline import Floor, StepLog, greedy, token_prompts
+from nano_oasis.bench.offline import Floor, StepLog, at_least_one, greedy, open_llm, token_prompts
 from nano_oasis.bench.report import save, show
 from nano_oasis.bench.roofline import measure_ceilings
 from nano_oasis.cli import LoadProgress, add_engine_options, engine_config
@@ -111,13 +111,9 @@ class _Sampler:
 
 def run(args: argparse.Namespace) -> int:
     """Raises ConfigError, CheckpointError."""
-    from nano_oasis import LLM
-
-    for name in ("streams", "input_len", "steps"):
-        if getattr(args, name) < 1:
-            raise ConfigError(f"--{name}: at least 1, got {getattr(args, name)}")
+    at_least_one(args, "streams", "input_len", "steps")
     config = engine_config(args)
-    with LoadProgress(), LLM(**{k: v for k, v in vars(config).items() if v is not None}) as llm:
+    with LoadProgress(), open_llm(config) as llm:
         ceilings, floor, parts = measure_ceilings(), Floor(llm), Parts()
         print(ceilings)
         attach(parts, llm)
@@ -151,7 +147,6 @@ def run(args: argparse.Namespace) -> int:
     show(f"{what}: mean of the middle half of {len(full)} steps", ("", "ms", "of the step"), rows)
     print(f"{calls:.0f} timed calls a step, about {calls / 1000:.1f} ms of it")
     if args.output:
-        options = {k: v for k, v in vars(args).items() if k not in ("output", "work")}
         result = {"ms": ms, "step_ms": whole, "floor_ms": least, "steps": len(full), "calls": calls}
-        save(args.output, "step", options, result)
+        save(args.output, "step", vars(args), result)
     return 0

@@ -11,7 +11,15 @@ import time
 from pathlib import Path
 from typing import Any
 
-from nano_oasis.bench.offline import Floor, Step, StepLog, greedy, token_prompts
+from nano_oasis.bench.offline import (
+    Floor,
+    Step,
+    StepLog,
+    at_least_one,
+    greedy,
+    open_llm,
+    token_prompts,
+)
 from nano_oasis.bench.report import Spread, save, show
 from nano_oasis.bench.roofline import measure_ceilings
 from nano_oasis.cli import LoadProgress, add_engine_options, engine_config
@@ -32,11 +40,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Raises ConfigError, CheckpointError."""
-    from nano_oasis import LLM
-
-    for name in ("num_prompts", "input_len", "output_len", "repeats"):
-        if getattr(args, name) < 1:
-            raise ConfigError(f"--{name.replace('_', '-')}: at least 1, got {getattr(args, name)}")
+    at_least_one(args, "num_prompts", "input_len", "output_len", "repeats")
     config = engine_config(args)
     if config.max_model_len is not None and args.input_len + args.output_len > config.max_model_len:
         raise ConfigError(
@@ -44,7 +48,7 @@ def run(args: argparse.Namespace) -> int:
             f" max_model_len ({config.max_model_len})"
         )
     seed = config.seed or 0
-    with LoadProgress(), LLM(**{k: v for k, v in vars(config).items() if v is not None}) as llm:
+    with LoadProgress(), open_llm(config) as llm:
         ceilings, floor, log = measure_ceilings(), Floor(llm), StepLog(llm)
         print(ceilings)
         llm.generate(token_prompts(llm, args.num_prompts, 16, seed - 1), greedy(2), use_tqdm=False)
@@ -65,9 +69,7 @@ def run(args: argparse.Namespace) -> int:
         kv_stats = getattr(llm.engine.runner.kv, "stats", None)
     _show(args, passes, kv_stats)
     if args.output:
-        options = {k: v for k, v in vars(args).items() if k not in ("output", "work")}
-        limits = {"bytes_per_s": ceilings.bandwidth, "flops_per_s": ceilings.products}
-        save(args.output, "throughput", options, {"ceilings": limits, "passes": passes})
+        save(args.output, "throughput", vars(args), {"ceilings": ceilings.figures(), "passes": passes})
     return 0
 
 

@@ -35,9 +35,7 @@ MOST_OFF = 16 * CHECK
 JUDGED = 16  # steps over which drafting as a whole must pay,
 NOISE = 0.03  # up to this share of their time,
 HEAVY = 4.0  # and never so many plain steps' time must be lost
-SILENT = (
-    32  # steps with drafts in a row that taught nothing: prompts are computed in each, or a draft catches up
-)
+SILENT = 32  # steps with drafts in a row that taught nothing: all compute prompts, or a draft catches up
 
 
 class FixedDrafts:
