@@ -63,7 +63,7 @@ def build_engine(
         memory = memory or make_memory(config, model_config, wanted_len, checkpoint.dtype, device)
         model = Model(model_config, checkpoint.tensors, memory.max_len, config.weights == "int8")
         known_ids = min(tokenizer.vocab_size, model_config.vocab_size)
-        draft = make_draft(config, model, known_ids, memory.max_len)
+        draft = make_draft(config, model, known_ids, memory.max_len, tokenizer)
         name = config.served_model_name or default_name(config.model, path)
         info = EngineInfo(
             model_name=name,

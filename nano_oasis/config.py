@@ -179,7 +179,7 @@ class EngineConfig:
     dense_layers: int = _oasis(0, "first layers that keep and read everything", low=0, high=1024)
     buffer_factor: float = _oasis(1.25, "blocks kept on the device per block read", low=1, high=16)
     admission_cap: int | None = _oasis(
-        None, "blocks prefetched per request, layer and step; default: by the link, at most 5% of a budget",
+        None, "blocks prefetched per row, layer and pass; default: by the link, at most 5% of a budget",
         low=0, high=65536,
     )  # fmt: skip
     head_groups: int | None = _oasis(

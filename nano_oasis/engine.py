@@ -214,12 +214,11 @@ class Engine:
         self, rows: list[ScheduledRow], results: list[Drawn | Exception | None], seconds: float
     ) -> None:
         """What drafts brought and cost: for the metrics, and for the next steps' drafts."""
-        policy, drawn = self.scheduler.drafts, [r for r in results if isinstance(r, Drawn)]
-        if policy is None or not drawn:
-            return
-        self.metrics.drafts([(d.num_drafts, len(d.tokens) - 1) for d in drawn if d.num_drafts])
-        whole = len(drawn) == len(rows) and all(row.is_decode for row in rows)
-        if whole and not self.runner.draft_behind:
+        pairs = zip(rows, results, strict=True)
+        drawn = [d for row, d in pairs if row.is_decode and isinstance(d, Drawn)]
+        self.metrics.decodes([(d.num_drafts, len(d.tokens) - 1) for d in drawn])
+        policy, whole = self.scheduler.drafts, 0 < len(drawn) == len(rows)
+        if policy is not None and whole and not self.runner.draft_behind:
             tokens = sum(len(d.tokens) for d in drawn)
             drafts, drafting = sum(d.num_drafts for d in drawn), self.runner.draft_seconds
             policy.record(len(rows), drafts, tokens, seconds, drafting)

@@ -30,6 +30,7 @@ _FINISH_REASONS = ("stop", "length", "abort", "error")
 _LATENCY_S = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300, 600)
 _INTERVAL_S = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.25, 0.5, 1, 2.5, 10)
 _TOKENS = (1, 2, 5, 10, 20, 50, 100, 200, 500, 1000, 2000, 5000, 10000, 20000, 50000, 100000, 200000)
+_RUN_TOKENS = (1, 2, 3, 4, 5, 6, 8, 12, 17)
 _STEP_TOKENS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192)
 
 # Oasis mode. Blocks are blocks of one layer.
@@ -113,6 +114,10 @@ class Metrics:
             "spec_decode_num_accepted_tokens_per_pos", "accepted, by place in the draft", "position"
         )
 
+        self._decode_tokens = self._histogram(
+            "request_tokens_per_step", "output tokens that a decoding request got from a step", _RUN_TOKENS
+        )
+
         self._ttft = self._histogram("time_to_first_token_seconds", "arrival to first token", _LATENCY_S)
         self._itl = self._histogram("inter_token_latency_seconds", "between two tokens", _INTERVAL_S)
         self._e2e = self._histogram("e2e_request_latency_seconds", "arrival to last token", _LATENCY_S)
@@ -190,9 +195,12 @@ class Metrics:
         self._hit.inc(hit_tokens)
 
     @_contained
-    def drafts(self, verified: Sequence[tuple[int, int]]) -> None:
-        """A step's drafts: for each request that had any, (draft tokens verified, of these accepted)."""
-        for proposed, right in verified:
+    def decodes(self, results: Sequence[tuple[int, int]]) -> None:
+        """A step's decoding requests: for each, (draft tokens verified, of these accepted)."""
+        for proposed, right in results:
+            self._decode_tokens.observe(right + 1)
+            if not proposed:
+                continue
             self._drafts.inc()
             self._draft_tokens.inc(proposed)
             self._accepted.inc(right)

@@ -62,6 +62,7 @@ class Runner:
         self.draft = draft
         self.draft_seconds = 0.0  # that drafting took in the last step
         self.draft_behind = False  # and that was mostly catching up
+        self._told: set[str] = set()  # of the draft's failures, what the log has
 
     @torch.inference_mode()
     def execute(self, plan: Sequence[ScheduledRow]) -> list[Drawn | KVFailure | None]:
@@ -88,7 +89,7 @@ class Runner:
             try:
                 self.draft.forget(request.id)
             except Exception:
-                log.exception("the draft %s could not forget request %d", self.draft.name, request.id)
+                self._draft_failed("could not forget a request")
 
     def _with_drafts(self, plan: Sequence[ScheduledRow]) -> list[ScheduledRow]:
         """The rows with the draft tokens that were found for them. A draft that fails costs only itself."""
@@ -102,12 +103,18 @@ class Runner:
             for i, drafts in zip(asked, found, strict=True):
                 rows[i] = rows[i].with_drafts(drafts[: rows[i].max_drafts])
         except Exception:
-            log.exception("the draft %s failed; this step goes without", self.draft.name)
+            self._draft_failed("failed; the step goes without")
             return list(plan)
         finally:
             self.draft_seconds = time.perf_counter() - began
             self.draft_behind = getattr(self.draft, "behind", False)
         return rows
+
+    def _draft_failed(self, what: str) -> None:
+        """Log it, once: a draft that is broken may fail at every step."""
+        if what not in self._told:
+            self._told.add(what)
+            log.exception("the draft %s %s; not logged again", self.draft and self.draft.name, what)
 
     def _sample(
         self, rows: Sequence[ScheduledRow], hidden: torch.Tensor, starts: Sequence[int]
@@ -134,7 +141,7 @@ class Runner:
             try:
                 self.draft.observe([rows[i] for i in sampling], right, states[last])
             except Exception:
-                log.exception("the draft %s did not take what became of its tokens", self.draft.name)
+                self._draft_failed("did not take what became of its tokens")
         return [results.get(i) for i in range(len(rows))]
 
     def _flatten(self, rows: Sequence[ScheduledRow]) -> tuple[torch.Tensor, torch.Tensor, list[int]]:

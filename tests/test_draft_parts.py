@@ -1,6 +1,7 @@
 """Parts of drafts on tiny models: chains, calibration, layers, the draft model, options that do not fit."""
 
 import json
+import shutil
 
 import pytest
 import torch
@@ -107,6 +108,13 @@ def test_drafts_of_another_vocabulary_and_layers_that_are_not_there_are_refused(
     small = {"max_model_len": 64, "num_device_blocks": 16}
     with pytest.raises(ConfigError, match="layers must rise"):
         LLM(str(folders["llama"]), draft="self", draft_layers="0-99", **small)
+    other = shutil.copytree(folders["llama"], tmp_path / "other")
+    data = json.loads((other / "tokenizer.json").read_text())
+    vocab = data["model"]["vocab"]
+    vocab["Q"], vocab["Z"] = vocab["Z"], vocab["Q"]
+    (other / "tokenizer.json").write_text(json.dumps(data))
+    with pytest.raises(ConfigError, match=r"draft_model: token \d+ is '[QZ]' in its vocabulary and '[QZ]'"):
+        LLM(str(folders["llama"]), draft="model", draft_model=str(other), **small)
     with pytest.raises(ConfigError, match="no built-in head"):
         LLM(str(folders["llama"]), draft="head", **small)
     with LLM(str(folders["llama"]), draft="self", draft_layers=str(tmp_path / "found.json"), **small) as llm:

@@ -42,10 +42,8 @@ def folders(tmp_path_factory):
 def samples_of(lengths, teacher=()):
     generator = torch.Generator().manual_seed(0)
     ids = [tuple(torch.randint(6, 600, (n,), generator=generator).tolist()) for n in lengths]
-    return [
-        Sample("text", i, n, x, 20, teacher=teacher)
-        for i, (n, x) in enumerate(zip(lengths, ids, strict=True))
-    ]
+    pairs = enumerate(zip(lengths, ids, strict=True))
+    return [Sample("text", i, n, x, 20, teacher=teacher) for i, (n, x) in pairs]
 
 
 @pytest.fixture(scope="module", params=["llama", "gemma3"])
@@ -202,6 +200,9 @@ def test_a_run_prefills_once_and_continues(folders, tmp_path, monkeypatch):
     assert prefills == [0, 1] and not first.failed
     assert first.labels == ["dense", "mean 64", "mean 1/2", "exact 64", "exact 1/2"]
     assert [len(first.runs), len(first.recalls)] == [10, 8]
+    one = run(str(folders["llama"]), **options, recall_samples=1)
+    assert [len(one.runs), len(one.recalls)] == [10, 4] and len(prefills) == 2
+    assert not run(str(folders["llama"]), **options, recall_samples=0).recalls
     assert told[-1][1:] == (18, 18)
     for r in first.runs:
         if r["label"] != "dense":

@@ -86,6 +86,8 @@ def test_a_right_draft_gives_k_plus_one_tokens_a_step():
     assert steps == 1 + math.ceil(23 / 6)  # the prompt's step gives one token, then six at a time
     text = engine.metrics.render().decode()
     assert "spec_decode_num_accepted_tokens_total" in text and 'position="4"' in text
+    assert 'request_tokens_per_step_sum{model_name="fake"} 23.0' in text
+    assert 'request_tokens_per_step_count{model_name="fake"} 4.0' in text
 
 
 @pytest.mark.parametrize(

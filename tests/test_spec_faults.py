@@ -19,7 +19,7 @@ GREEDY = SamplingParams(temperature=0, max_tokens=24, ignore_eos=True)
 
 
 @pytest.mark.parametrize("what", ["observe", "forget", "count"])
-def test_whatever_fails_in_a_draft_costs_only_drafts(what):
+def test_whatever_fails_in_a_draft_costs_only_drafts(what, caplog):
     draft = RandomDraft(VOCAB)
 
     def fail(*args):
@@ -37,6 +37,7 @@ def test_whatever_fails_in_a_draft_costs_only_drafts(what):
     for i in range(2):
         same(callers[i].outputs, solo([4, i], GREEDY))
     assert engine.num_live == 0
+    assert len([r for r in caplog.records if "not logged again" in r.message]) == 1
 
 
 def test_a_waiting_request_gets_its_blocks_before_drafts_do():

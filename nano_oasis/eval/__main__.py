@@ -46,6 +46,8 @@ def build_parser() -> argparse.ArgumentParser:
     parser.add_argument("--samples", type=int, default=20, help="per task and context (default: 20)")
     parser.add_argument("--steps", type=int, default=64, help="teacher-forced tokens per sample, for KL and "
                         "recall (default: 64)")  # fmt: skip
+    parser.add_argument("--recall-samples", type=int, default=5, help="per task and context; recall takes "
+                        "another dense pass over each prompt; 0 = none (default: 5)")  # fmt: skip
     parser.add_argument(
         "--max-new-tokens", type=int, help="longest answer; default: the task's own, 64 for data"
     )

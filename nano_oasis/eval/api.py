@@ -45,6 +45,7 @@ def run(
     head_groups: int | Sequence[int | None] | None = _DEFAULT.head_groups,
     seed: int = 0,
     steps: int = 64,
+    recall_samples: int = 5,
     max_new_tokens: int | None = None,
     batch: int | None = None,
     link_bandwidth: int | str | None = None,
@@ -59,10 +60,12 @@ def run(
     tasks: names or groups (niah, ruler, all). data: text files, folders, or JSONL files of prompts. context:
     in tokens, answer included (of a text: before the first step). samples: per task and context. budget:
     tokens, or a share of the context such as "1/8". steps: teacher-forced tokens per sample, for KL and
-    recall. max_new_tokens: instead of a task's own; of data's replies, 64. batch: samples decoded together;
-    by default what a third of the memory holds, at most 16. link_bandwidth: of a simulated link, bytes a
-    second (or "2GiB"); by default copies take the time they take. threads: 0 = all cores. output: a folder;
-    what is already in its results.jsonl is not done again, and eval.json and report.html are written there.
+    recall. recall_samples: recall is measured on so many samples per task and context, each of which takes
+    another dense pass over the prompt; 0: on none. max_new_tokens: instead of a task's own; of data's
+    replies, 64. batch: samples decoded together; by default what a third of the memory holds, at most 16.
+    link_bandwidth: of a simulated link, bytes a second (or "2GiB"); by default copies take the time they
+    take. threads: 0 = all cores. output: a folder; what is already in its results.jsonl is not done again,
+    and eval.json and report.html are written there.
     progress(what, done, total) is called as records are made, loading(part, done, total) before.
 
     Raises ConfigError, TaskError or DataError for what cannot be run, weights.CheckpointError and
@@ -73,6 +76,8 @@ def run(
         _list(budget), _list(selector), _list(predictor), _list(miss_policy), _list(block), _list(head_groups)
     )
     _check_numbers(samples=samples, steps=steps, max_new_tokens=max_new_tokens, batch=batch)
+    if recall_samples != 0:
+        _check_numbers(recall_samples=recall_samples)
     bandwidth = None if link_bandwidth is None else float(parse_bytes(link_bandwidth, "link_bandwidth"))
     if dtype not in DTYPES:
         raise ConfigError(f"dtype: must be one of {', '.join(DTYPES)}, got {dtype!r}")
@@ -104,7 +109,7 @@ def run(
         steps * config.vocab_size, _memory() // 3,
     )  # fmt: skip
     salt = model_salt(config, _sizes(path), DTYPES[dtype], nano_oasis.__version__)
-    plan = Plan(made, settings, steps, batch, salt, bandwidth)
+    plan = Plan(made, settings, steps, batch, salt, bandwidth, recall_samples)
     folder = Path(output) if output is not None else None
     records = RecordFile(folder)
     if not all(map(records.done, plan.keys)):
@@ -129,7 +134,8 @@ def _meta(
         "model": Path(model).name if Path(model).exists() else model, "family": config.family,
         "layers": config.num_layers, "kv_heads": config.num_kv_heads,
         "head_dim": config.head_dim, "dtype": dtype, "seed": seed, "contexts": contexts, "samples": samples,
-        "steps": plan.steps, "batch": plan.batch, "link_bandwidth": plan.bandwidth,
+        "steps": plan.steps, "recall_samples": plan.recall_samples, "batch": plan.batch,
+        "link_bandwidth": plan.bandwidth,
         "settings": [vars(s) for s in plan.settings],
         "chat_template": tokenizer.chat_template is not None, "version": nano_oasis.__version__,
     }  # fmt: skip

@@ -63,7 +63,8 @@ def report_html(result: Result) -> str:
     body = [
         f"<h1>{escape(str(m['model']))}: sparse against dense</h1>",
         f'<p class="soft">{m["family"]}, {m["layers"]} layers, {m["kv_heads"]} KV heads of {m["head_dim"]}, '
-        f"{m['dtype']}; {m['samples']} samples a task, {m['steps']} teacher-forced steps, up to {m['batch']} "
+        f"{m['dtype']}; {m['samples']} samples a task, {m['steps']} teacher-forced steps, "
+        f"recall on the first {m['recall_samples']}, up to {m['batch']} "
         f"decoded together, seed {m['seed']}; nano_oasis {m['version']}.</p>",
         _failures(result),
         "<h2>Quality against budget</h2>",

@@ -38,6 +38,7 @@ class Plan:
     batch: int
     salt: str  # whatever else shapes a result: model, dtype, version
     bandwidth: float | None = None  # bytes per second of a simulated link
+    recall_samples: int | None = None  # of each group and context, the first so many; None: all
 
     def __post_init__(self) -> None:
         shared = self.salt, self.steps, self.bandwidth
@@ -50,6 +51,8 @@ class Plan:
 
     def choices(self, sample: Sample) -> dict[Choice, str]:
         """What recall is measured for -> the budget as it was asked for."""
+        if self.recall_samples is not None and sample.index >= self.recall_samples:
+            return {}
         context = sample.context or len(sample.ids)
         return {
             Choice(s.selector, s.tokens(context), s.block, s.head_groups): s.budget for s in self.settings

@@ -23,6 +23,7 @@ from nano_oasis.spec.head_draft import HeadDraft
 from nano_oasis.spec.model_draft import ModelDraft
 from nano_oasis.spec.ngram import NGramDraft
 from nano_oasis.spec.self_draft import SelfDraft, format_layers, parse_layers
+from nano_oasis.tokenizer import Tokenizer, load_tokenizer
 from nano_oasis.weights import load_checkpoint, load_config, resolve_model
 
 log = logging.getLogger(__name__)
@@ -30,8 +31,12 @@ log = logging.getLogger(__name__)
 _MODEL_KV = 2**28  # bytes of the draft model's own KV, at most
 
 
-def make_draft(config: EngineConfig, model: Model, num_tokens: int, max_len: int) -> Draft | None:
+def make_draft(
+    config: EngineConfig, model: Model, num_tokens: int, max_len: int, tokenizer: Tokenizer | None = None
+) -> Draft | None:
     """The draft that config.draft names; None for none. num_tokens: ids the tokenizer knows.
+
+    tokenizer: the model's, with which a draft model's is compared if given.
 
     Raises ConfigError where it cannot be made for this model, weights.CheckpointError for a draft model's
     files.
@@ -42,7 +47,7 @@ def make_draft(config: EngineConfig, model: Model, num_tokens: int, max_len: int
     if kind == "self":
         return SelfDraft(model, _layers(config, model, num_tokens), num_tokens)
     if kind == "model":
-        return _model_draft(config, model, num_tokens, max_len)
+        return _model_draft(config, model, num_tokens, max_len, tokenizer)
     if kind == "head":
         path = config.draft_head or head_path(model)
         if path is None:
@@ -85,7 +90,9 @@ def _is_path(text: str) -> bool:
     return not set(text) <= set("0123456789-, ")
 
 
-def _model_draft(config: EngineConfig, model: Model, num_tokens: int, max_len: int) -> ModelDraft:
+def _model_draft(
+    config: EngineConfig, model: Model, num_tokens: int, max_len: int, tokenizer: Tokenizer | None
+) -> ModelDraft:
     assert config.draft_model is not None, "refused by EngineConfig"
     path = resolve_model(config.draft_model)
     small, big = load_config(path), model.config
@@ -94,6 +101,14 @@ def _model_draft(config: EngineConfig, model: Model, num_tokens: int, max_len: i
             f"draft_model: its vocabulary has {small.vocab_size} tokens, the model's has {big.vocab_size}; "
             "a draft model must have the same"
         )
+    if tokenizer is not None:
+        other = load_tokenizer(path)
+        wrong = next((i for i in range(num_tokens) if other.token_bytes(i) != tokenizer.token_bytes(i)), None)
+        if wrong is not None:
+            raise ConfigError(
+                f"draft_model: token {wrong} is {other.token_text(wrong)!r} in its vocabulary and "
+                f"{tokenizer.token_text(wrong)!r} in the model's; a draft model must have the same"
+            )
     device, dtype = model.embed.device, model.embed.dtype
     checkpoint = load_checkpoint(path, dtype, str(device))
     length = min(max_len, small.max_position)
