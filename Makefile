@@ -3,6 +3,7 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 ARGS ?=
+JOBS ?= 2
 
 .PHONY: serve chat test venv lint check-python clean
 
@@ -18,7 +19,7 @@ test: $(VENV)/.ready-test
 	$(BIN)/ruff check nano_oasis tests benchmarks
 	$(BIN)/ruff format --check nano_oasis tests benchmarks
 	$(BIN)/mypy
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest -n $(JOBS) --dist worksteal
 
 # torch comes first and by itself, at one known release. From PyPI on Linux that is the CUDA build (some GB);
 # without a GPU the CPU build is a tenth of the size:

@@ -6,13 +6,12 @@ Owns: the order of loading. Must not know: sockets, asyncio, the step loop.
 from __future__ import annotations
 
 import logging
-import os
 from collections.abc import Callable
 from pathlib import Path
 
 import torch
 
-from nano_oasis.config import ConfigError, EngineConfig, EngineInfo, ModelConfig
+from nano_oasis.config import ConfigError, EngineConfig, EngineInfo, ModelConfig, default_threads
 from nano_oasis.engine import Deliver, Engine, call_sinks
 from nano_oasis.kv_build import make_memory
 from nano_oasis.memory.blocks import BlockManager
@@ -41,7 +40,7 @@ def build_engine(
     """
     report = progress or (lambda what, done, total: None)
     device = _device(config)
-    torch.set_num_threads(config.threads or os.cpu_count() or 1)
+    torch.set_num_threads(config.threads or default_threads())
     path = resolve_model(config.model)
     model_config = load_config(path)
     wanted_len = _model_len(config, model_config)  # refuse before the slow part

@@ -9,6 +9,7 @@ from __future__ import annotations
 import dataclasses
 import difflib
 import math
+import os
 import re
 from dataclasses import dataclass, field
 from typing import Any, get_args, get_type_hints
@@ -40,6 +41,12 @@ def parse_bytes(value: int | str, name: str = "size") -> int:
     if amount <= 0 or amount > 2**60:
         raise ConfigError(f"{name}: must be between 1 byte and 2^60 bytes, got {value!r}")
     return int(amount)
+
+
+def default_threads() -> int:
+    """CPU threads where no number is given: OMP_NUM_THREADS as everywhere, else the cores there are."""
+    said = os.environ.get("OMP_NUM_THREADS", "")
+    return int(said) if said.isdecimal() and int(said) else os.cpu_count() or 1
 
 
 def format_bytes(count: float) -> str:
@@ -134,7 +141,7 @@ class EngineConfig:
         choices=("auto", "int8"),
     )  # fmt: skip
     device: str = _opt("auto", "where the model runs", choices=("auto", "cpu", "cuda"))
-    threads: int = _opt(0, "CPU threads of the step; 0 = all cores", low=0, high=1024)
+    threads: int = _opt(0, "CPU threads of the step; 0 = OMP_NUM_THREADS, else all cores", low=0, high=1024)
     seed: int | None = _opt(None, "makes requests without a seed repeatable", low=0, high=2**63 - 1)
     max_model_len: int | None = _opt(
         None, "longest prompt plus output, in tokens; default: the model's", low=2, high=2**24

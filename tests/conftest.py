@@ -1,6 +1,10 @@
 """What must be set before any test module is imported, and what the kernels' tests share."""
 
 import os
+
+if "PYTEST_XDIST_WORKER" in os.environ:  # before torch: one thread for each of several test processes
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
+
 from collections.abc import Iterator
 from pathlib import Path
 

@@ -62,7 +62,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     add("--hidden", default=f"{s.hidden},{s.mlp}", help="hidden size, MLP size")
     add("--only", default="", help="cases whose name contains this")
     add("--repeats", type=int, default=5, help="of each case; medians are shown (default: 5)")
-    add("--threads", type=int, default=0, help="CPU threads; 0 = all cores")
+    add("--threads", type=int, default=0, help="CPU threads; 0 = torch's own number")
     add("--seed", type=int, default=0)
     add("--output", type=Path, metavar="FILE", help="write all figures as JSON")
 

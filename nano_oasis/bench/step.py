@@ -128,7 +128,9 @@ def run(args: argparse.Namespace) -> int:
 
         llm.engine.step = split  # type: ignore[method-assign]
         prompts = token_prompts(llm, args.streams, args.input_len, config.seed or 0)
-        llm.generate(prompts, greedy(args.steps + SKIP + 2), use_tqdm=False)
+        # The first stream decodes while the last one's prompt is computed: those steps are not counted.
+        apart = args.streams + args.streams * args.input_len // config.max_num_batched_tokens
+        llm.generate(prompts, greedy(args.steps + SKIP + apart), use_tqdm=False)
     full = [x for x in per_step if len(x[0].contexts) == args.streams][SKIP:][: args.steps]
     if not full:
         raise ConfigError("no step decoded all streams at once: raise --max-num-seqs or the KV memory")

@@ -56,7 +56,9 @@ def build_parser() -> argparse.ArgumentParser:
     parser.add_argument("--batch", type=int, help="samples decoded together; default: by memory, at most 16")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--dtype", default="float32", choices=("float32", "bfloat16", "float16"))
-    parser.add_argument("--threads", type=int, default=0, help="CPU threads; 0 = all cores (default: 0)")
+    parser.add_argument(
+        "--threads", type=int, default=0, help="CPU threads; 0 = OMP_NUM_THREADS or all cores"
+    )
     return parser
 
 

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 import nano_oasis
-from nano_oasis.config import ConfigError, ModelConfig, parse_bytes
+from nano_oasis.config import ConfigError, ModelConfig, default_threads, parse_bytes
 from nano_oasis.eval.data import data_samples, read_data
 from nano_oasis.eval.decoder import Decoder
 from nano_oasis.eval.records import RecordFile
@@ -64,8 +64,8 @@ def run(
     another dense pass over the prompt; 0: on none. max_new_tokens: instead of a task's own; of data's
     replies, 64. batch: samples decoded together; by default what a third of the memory holds, at most 16.
     link_bandwidth: of a simulated link, bytes a second (or "2GiB"); by default copies take the time they
-    take. threads: 0 = all cores. output: a folder; what is already in its results.jsonl is not done again,
-    and eval.json and report.html are written there.
+    take. threads: 0 = OMP_NUM_THREADS or all cores. output: a folder; what is already in its
+    results.jsonl is not done again, and eval.json and report.html are written there.
     progress(what, done, total) is called as records are made, loading(part, done, total) before.
 
     Raises ConfigError, TaskError or DataError for what cannot be run, weights.CheckpointError and
@@ -89,7 +89,7 @@ def run(
     twice = next((n for n in names if names.count(n) > 1), None)
     if twice:
         raise ConfigError(f"data: two sources are called {twice!r}; rename one")
-    torch.set_num_threads(threads or os.cpu_count() or 1)
+    torch.set_num_threads(threads or default_threads())
     path = resolve_model(model)
     config = load_config(path)
     contexts = _contexts(_list(context), config, steps if any(t.text for t in texts) else 0)

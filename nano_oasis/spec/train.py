@@ -15,14 +15,13 @@ from __future__ import annotations
 import argparse
 import hashlib
 import json
-import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from nano_oasis.cli import LoadProgress, WorkProgress, make_parser
-from nano_oasis.config import ConfigError
+from nano_oasis.config import ConfigError, default_threads
 
 if TYPE_CHECKING:  # torch is imported only when something is done
     from torch import Tensor
@@ -65,7 +64,9 @@ def build_parser() -> argparse.ArgumentParser:
     parser.add_argument("--inner", type=int, help="width of the MLPs (default: 2.1 times the hidden size)")
     parser.add_argument("--blocks", type=int, default=2, help="MLPs, one after the other (default: 2)")
     parser.add_argument("--vocab", type=int, default=8192, help="tokens that can be drafted (default: 8192)")
-    parser.add_argument("--threads", type=int, default=0, help="CPU threads; 0 = all cores (default: 0)")
+    parser.add_argument(
+        "--threads", type=int, default=0, help="CPU threads; 0 = OMP_NUM_THREADS or all cores"
+    )
     parser.add_argument("--seed", type=int, default=0)
     return parser
 
@@ -114,7 +115,7 @@ class Run:
         self.output = Path(args.output)
         self.work = Path(args.work or f"{args.output}.work")
         documents = read_documents(args.data)
-        torch.set_num_threads(args.threads or os.cpu_count() or 1)
+        torch.set_num_threads(args.threads or default_threads())
         self.path = resolve_model(args.model)
         config = load_config(self.path)
         self.max_len = min(config.max_position, MAX_LEN)
