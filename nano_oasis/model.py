@@ -23,8 +23,9 @@ import torch.nn.functional as F
 from nano_oasis.config import ModelConfig
 from nano_oasis.kernels.int8_weight import Int8Weight
 from nano_oasis.kernels.linear import Matrix, linear
+from nano_oasis.kernels.pointwise import add_norm, gated, norm_rotate
 from nano_oasis.memory.dense_kv import KVView
-from nano_oasis.rope import rope_table, rotate
+from nano_oasis.rope import rope_table
 
 Weights = dict[str, torch.Tensor]
 
@@ -127,55 +128,43 @@ class Model:
         x = F.embedding(token_ids, self.embed)  # [T, H]
         if self.embed_scale != 1.0:
             x = x * self.embed_scale
-        cos_sin = self._angles(self.rope, positions, x.dtype)
-        local = self._angles(self.rope_local, positions, x.dtype) if self.rope_local is not None else cos_sin
+        eps = self.config.rms_eps
+        h: torch.Tensor | None = None  # what the block before adds to x
+        angles = self.rope[positions].to(x.dtype)  # [T, 2, D]
+        local = angles if self.rope_local is None else self.rope_local[positions].to(x.dtype)
         for i in range(len(self.layers)) if layers is None else layers:
             layer = self.layers[i]
-            h = self._norm(x, layer.attn_norm)
-            h = self._attention(h, i, local if layer.local_rope else cos_sin, kv)
-            x = x + (h if layer.post_attn_norm is None else self._norm(h, layer.post_attn_norm))
-            h = self._mlp(self._norm(x, layer.mlp_norm), layer)
-            x = x + (h if layer.post_mlp_norm is None else self._norm(h, layer.post_mlp_norm))
-        return self._norm(x, self.final_norm)
+            x, h = add_norm(x, h, layer.attn_norm, eps)
+            h = self._attention(h, i, local if layer.local_rope else angles, kv)
+            if layer.post_attn_norm is not None:
+                h = add_norm(h, None, layer.post_attn_norm, eps)[1]
+            x, h = add_norm(x, h, layer.mlp_norm, eps)
+            h = self._mlp(h, layer)
+            if layer.post_mlp_norm is not None:
+                h = add_norm(h, None, layer.post_mlp_norm, eps)[1]
+        return add_norm(x, h, self.final_norm, eps)[1]
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """hidden [N, H] -> fp32 [N, V]."""
         return linear(hidden, self.lm_head).float()
 
-    def _attention(
-        self, x: torch.Tensor, i: int, cos_sin: tuple[torch.Tensor, torch.Tensor], kv: KVView
-    ) -> torch.Tensor:
+    def _attention(self, x: torch.Tensor, i: int, angles: torch.Tensor, kv: KVView) -> torch.Tensor:
         c, layer = self.config, self.layers[i]
         qkv = linear(x, layer.qkv, layer.qkv_bias).view(len(x), -1, c.head_dim)
-        q, k, v = qkv.split((c.num_heads, c.num_kv_heads, c.num_kv_heads), dim=1)  # [T, heads, D]
+        norms = None
         if layer.q_norm is not None and layer.k_norm is not None:
-            q, k = self._norm(q, layer.q_norm), self._norm(k, layer.k_norm)
-        q, k = rotate(q, *cos_sin), rotate(k, *cos_sin)
+            norms = layer.q_norm, layer.k_norm
+        q, k, v = norm_rotate(qkv, c.num_heads, c.num_kv_heads, angles, norms, c.rms_eps)  # [T, heads, D]
         kv.write(i, k, v)
         out = kv.attend(i, q, c.scale, layer.window)  # [T, heads, D]
         return linear(out.reshape(len(x), -1), layer.out, layer.out_bias)
 
     def _mlp(self, x: torch.Tensor, layer: Layer) -> torch.Tensor:
-        gate, up = linear(x, layer.gate_up, layer.gate_up_bias).chunk(2, dim=-1)
-        gate = F.silu(gate) if self.config.activation == "silu" else F.gelu(gate, approximate="tanh")
-        return linear(gate * up, layer.down, layer.down_bias)
-
-    def _norm(self, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-        """RMSNorm over the last dimension, computed in fp32 as every family's reference does."""
-        if x.dtype == torch.float32:
-            return F.rms_norm(x, weight.shape, weight, self.config.rms_eps)
-        y = F.rms_norm(x.float(), weight.shape, weight.float(), self.config.rms_eps)
-        return y.to(x.dtype)
+        gate_up = linear(x, layer.gate_up, layer.gate_up_bias)
+        return linear(gated(gate_up, self.config.activation), layer.down, layer.down_bias)
 
     def _read(self) -> list[Matrix]:
         tensors: list[Matrix] = [self.lm_head, self.final_norm]
         for layer in self.layers:
             tensors += [t for t in vars(layer).values() if isinstance(t, (torch.Tensor, Int8Weight))]
         return tensors
-
-    @staticmethod
-    def _angles(
-        table: torch.Tensor, positions: torch.Tensor, dtype: torch.dtype
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        rows = table[positions].to(dtype)  # [T, 2, D]
-        return rows[:, 0:1], rows[:, 1:2]

@@ -1,4 +1,4 @@
-"""Rotary position embedding: frequencies per scaling type, the cos/sin table, the rotation.
+"""Rotary position embedding: frequencies per scaling type, the cos/sin table.
 
 Owns: the formulas (RoFormer arXiv 2104.09864; YaRN arXiv 2309.00071; Llama 3.1's smooth scaling).
 Must not know: layers, weights, caches.
@@ -77,9 +77,3 @@ def rope_table(rope: RopeConfig, head_dim: int, length: int) -> torch.Tensor:
     angles = torch.outer(torch.arange(length, dtype=torch.float32), freqs)  # [length, head_dim / 2]
     angles = torch.cat((angles, angles), dim=-1)
     return torch.stack((angles.cos(), angles.sin()), dim=1) * scale
-
-
-def rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
-    """Rotate pairs (i, i + head_dim / 2). x [T, heads, head_dim]; cos, sin [T, 1, head_dim]."""
-    first, second = x.chunk(2, dim=-1)
-    return x * cos + torch.cat((-second, first), dim=-1) * sin

@@ -28,6 +28,7 @@ intrinsic: Any = numba_intrinsic  # its stub does not know that the first parame
 LANES = 16
 _F32, _I32 = ir.FloatType(), ir.IntType(32)
 _VEC, _IVEC = ir.VectorType(_F32, LANES), ir.VectorType(_I32, LANES)
+_POWERS = (1 / 5040, 1 / 720, 1 / 120, 1 / 24, 1 / 6, 1 / 2, 1, 1)  # of exp
 _FUSE = ("contract",)  # a product and a sum may be one instruction; nothing else may be reordered
 
 
@@ -253,7 +254,7 @@ def store_half_sums(_: Any, array: Any, i: Any, w: Any, x: Any, y: Any, z: Any) 
 @intrinsic
 def exp(_: Any, x: Any) -> Any:
     """e**x for x <= 0, within 3e-7 of it; below -87 as at -87, which is 1.6e-38. NaN gives NaN."""
-    return _exp((1 / 5040, 1 / 720, 1 / 120, 1 / 24, 1 / 6, 1 / 2, 1, 1))
+    return _exp(_POWERS)
 
 
 @intrinsic
@@ -283,3 +284,16 @@ def _exp(powers: Sequence[float]) -> Any:
         return b.fmul(p, b.bitcast(two_to_n, _VEC))
 
     return vector(vector), emit
+
+
+@intrinsic
+def sigmoid(_: Any, x: Any) -> Any:
+    """1 / (1 + e**-x), as exact as exp. NaN gives NaN."""
+    signature, exponential = _exp(_POWERS)
+
+    def emit(context: Any, b: Any, signature: Any, args: Any) -> Any:
+        below = b.fcmp_ordered("<", args[0], _all(0.0))
+        t = exponential(context, b, signature, [b.select(below, args[0], b.fneg(args[0]))])
+        return b.fdiv(b.select(below, t, _all(1.0)), b.fadd(t, _all(1.0)))
+
+    return signature, emit
