@@ -16,6 +16,7 @@ import mmap
 import re
 import struct
 from dataclasses import dataclass
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -49,10 +50,19 @@ class GGUFHeader:
 
 
 def scan_gguf(path: Path) -> GGUFHeader:
-    """Read and check the header of one GGUF file; no tensor data is touched.
+    """Read and check the header of one GGUF file; no tensor data is touched. Not to be changed: it is kept.
 
     Raises CheckpointError naming the file, and the key or tensor that is wrong.
     """
+    try:
+        found = path.stat()
+    except OSError as error:
+        raise CheckpointError.at(path, f"cannot be read: {error.strerror or error}") from error
+    return _scan(path, (found.st_dev, found.st_ino, found.st_size, found.st_mtime_ns))
+
+
+@lru_cache(maxsize=1)  # configuration, tokenizer and weights each ask, and a vocabulary takes a while
+def _scan(path: Path, _state: tuple[int, ...]) -> GGUFHeader:
     try:
         with path.open("rb") as file:
             size = file.seek(0, 2)
@@ -69,7 +79,7 @@ def read_gguf_metadata(path: Path | str) -> dict[str, Any]:
 
     Raises CheckpointError if the file is not GGUF or its header is damaged (tensor table included).
     """
-    return scan_gguf(Path(path)).metadata
+    return dict(scan_gguf(Path(path)).metadata)
 
 
 def scan_gguf_parts(path: Path) -> GGUFHeader:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import mmap
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -24,6 +25,7 @@ from nano_oasis.weights.stored import PLAIN, QUANTISED, StoredTensor, map_file, 
 
 _ROPE_FREQS = "rope_freqs.weight"
 _MAX_ROPE_FREQS = 4096  # values
+_READERS = 8  # threads
 
 
 @dataclass
@@ -80,14 +82,19 @@ def load_checkpoint(
     total = sum(stored.nbytes for stored in source.stored.values())
     done = 0
     tensors: dict[str, torch.Tensor] = dict.fromkeys(source.stored, torch.empty(0))  # keeps the order
-    opened: tuple[Path, mmap.mmap] | None = None
-    for name, stored in sorted(source.stored.items(), key=lambda item: (item[1].path, item[1].offset)):
-        if opened is None or opened[0] != stored.path:
-            opened = stored.path, map_file(stored.path)
-        tensors[name] = _read(name, stored, opened[1], source, dtype).to(device)
-        done += stored.nbytes
-        if progress is not None:
-            progress(done, total)
+    in_file_order = sorted(source.stored.items(), key=lambda item: (item[1].path, item[1].offset))
+    files = {path: map_file(path) for path in {stored.path for stored in source.stored.values()}}
+
+    def read(item: tuple[str, StoredTensor]) -> torch.Tensor:
+        return _read(*item, files[item[1].path], source, dtype).to(device)
+
+    with ThreadPoolExecutor(min(torch.get_num_threads(), _READERS)) as readers:
+        # Unpacking quantised weights keeps one core busy for longer than reading them keeps the disk.
+        for (name, stored), tensor in zip(in_file_order, readers.map(read, in_file_order), strict=True):
+            tensors[name] = tensor
+            done += stored.nbytes
+            if progress is not None:
+                progress(done, total)
     tensors.setdefault("lm_head", tensors["embed"])
     return Checkpoint(config, tensors, dtype)
 
