@@ -84,17 +84,20 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--model", default="smollm2")
     parser.add_argument("--drafts", default="none,ngram,head,auto")
+    parser.add_argument("--tasks", default=",".join(tasks()), help="some of them (default: %(default)s)")
     parser.add_argument("--new", type=int, default=160)
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--options", default="{}", help="more options of all engines, as JSON")
     args = parser.parse_args()
-    names = args.drafts.split(",")
+    names, wanted = args.drafts.split(","), args.tasks.split(",")
+    if unknown := set(wanted) - set(tasks()):
+        parser.error(f"--tasks: no {sorted(unknown)}")
     options = {"max_model_len": 4096, "max_num_seqs": 4, **json.loads(args.options)}
     engines = {n: LLM(args.model, draft=n, **options) for n in names}
     rows: dict[tuple[str, str], list[dict]] = {}
     for _ in range(args.repeats):
-        for task, messages in tasks().items():
-            plain = None
+        for task in wanted:
+            messages, plain = tasks()[task], None
             for name, llm in engines.items():
                 row = answer(llm, messages, args)
                 plain = plain or row

@@ -49,7 +49,9 @@ def build_parser() -> argparse.ArgumentParser:
     parser.add_argument("--recall-samples", type=int, default=5, help="per task and context; recall takes "
                         "another dense pass over each prompt; 0 = none (default: 5)")  # fmt: skip
     parser.add_argument(
-        "--max-new-tokens", type=int, help="longest answer; default: the task's own, 64 for data"
+        "--max-new-tokens",
+        type=int,
+        help="longest answer of tasks and prompts; default: the task's own, 64 for prompts",
     )
     parser.add_argument("--link-bandwidth", metavar="BYTES", help="copies take as long as over a link of so "
                         "many bytes a second, such as 2GiB; default: as they take")  # fmt: skip

@@ -7,6 +7,7 @@ Must not know: argparse, terminals, how a sample is decoded.
 from __future__ import annotations
 
 import os
+import platform
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -15,12 +16,12 @@ import torch
 
 import nano_oasis
 from nano_oasis.config import ConfigError, ModelConfig, default_threads, parse_bytes
-from nano_oasis.eval.data import data_samples, read_data
+from nano_oasis.eval.data import Data, data_samples, read_data
 from nano_oasis.eval.decoder import Decoder
-from nano_oasis.eval.records import RecordFile
+from nano_oasis.eval.records import RecordFile, model_salt
 from nano_oasis.eval.results import Result
 from nano_oasis.eval.settings import Setting, make_settings
-from nano_oasis.eval.sweep import Plan, model_salt, run_plan, samples_per_batch
+from nano_oasis.eval.sweep import Plan, run_plan, samples_per_batch
 from nano_oasis.eval.tasks import choose_tasks, make_sample
 from nano_oasis.tokenizer import Tokenizer, load_tokenizer
 from nano_oasis.weights import load_config, resolve_model
@@ -62,10 +63,10 @@ def run(
     tokens, or a share of the context such as "1/8". steps: teacher-forced tokens per sample, for KL and
     recall. recall_samples: recall is measured on so many samples per task and context, each of which takes
     another dense pass over the prompt; 0: on none. max_new_tokens: instead of a task's own; of data's
-    replies, 64. batch: samples decoded together; by default what a third of the memory holds, at most 16.
-    link_bandwidth: of a simulated link, bytes a second (or "2GiB"); by default copies take the time they
-    take. threads: 0 = OMP_NUM_THREADS or all cores. output: a folder; what is already in its
-    results.jsonl is not done again, and eval.json and report.html are written there.
+    replies, 64; texts are followed for `steps`. batch: samples decoded together; by default what a third of
+    the memory holds, at most 16. link_bandwidth: of a simulated link, bytes a second (or "2GiB"); by default
+    copies take the time they take. threads: 0 = OMP_NUM_THREADS or all cores. output: a folder; what is
+    already in its results.jsonl is not done again, and eval.json and report.html are written there.
     progress(what, done, total) is called as records are made, loading(part, done, total) before.
 
     Raises ConfigError, TaskError or DataError for what cannot be run, weights.CheckpointError and
@@ -73,16 +74,18 @@ def run(
     `failed`.
     """
     settings = make_settings(
-        _list(budget), _list(selector), _list(predictor), _list(miss_policy), _list(block), _list(head_groups)
-    )
-    _check_numbers(samples=samples, steps=steps, max_new_tokens=max_new_tokens, batch=batch)
-    if recall_samples != 0:
-        _check_numbers(recall_samples=recall_samples)
+        _list("budget", budget), _list("selector", selector), _list("predictor", predictor),
+        _list("miss_policy", miss_policy), _list("block", block), _list("head_groups", head_groups),
+    )  # fmt: skip
+    _check_numbers(1, samples=samples, max_new_tokens=max_new_tokens, batch=batch)
+    _check_numbers(2, steps=steps)  # what was foretold, and what was found, is known from the second on
+    _check_numbers(0, recall_samples=recall_samples, threads=threads)
     bandwidth = None if link_bandwidth is None else float(parse_bytes(link_bandwidth, "link_bandwidth"))
     if dtype not in DTYPES:
         raise ConfigError(f"dtype: must be one of {', '.join(DTYPES)}, got {dtype!r}")
-    chosen = choose_tasks(_list(tasks))
-    texts = [read_data(path) for path in _list(data)]
+    records = RecordFile(Path(output) if output is not None else None)
+    chosen = choose_tasks(_list("tasks", tasks) if tasks else [])
+    texts = [read_data(path) for path in ([data] if isinstance(data, (str, Path)) else data)]
     names = [t.name for t in chosen] + [t.name for t in texts]
     if not names:
         raise ConfigError("nothing to evaluate: give tasks (such as ruler), data, or both")
@@ -92,7 +95,9 @@ def run(
     torch.set_num_threads(threads or default_threads())
     path = resolve_model(model)
     config = load_config(path)
-    contexts = _contexts(_list(context), config, steps if any(t.text for t in texts) else 0)
+    swept = bool(chosen or any(t.text for t in texts))  # a prompt has its own length
+    contexts = _list("context", context) if swept else []
+    contexts = _contexts(contexts, config, steps if any(t.text for t in texts) else 0)
     _check_settings(settings, config)
     tokenizer = load_tokenizer(path)
     made = [
@@ -108,10 +113,8 @@ def run(
         config.kv_bytes_per_token(DTYPES[dtype].itemsize), longest, len({s.block for s in settings}),
         steps * config.vocab_size, _memory() // 3,
     )  # fmt: skip
-    salt = model_salt(config, _sizes(path), DTYPES[dtype], nano_oasis.__version__)
+    salt = model_salt(config, path, DTYPES[dtype], nano_oasis.__version__)
     plan = Plan(made, settings, steps, batch, salt, bandwidth, recall_samples)
-    folder = Path(output) if output is not None else None
-    records = RecordFile(folder)
     if not all(map(records.done, plan.keys)):
         report = loading or (lambda what, done, total: None)
         decoder = Decoder.load(
@@ -120,10 +123,27 @@ def run(
         )  # fmt: skip
         run_plan(plan, decoder, records, progress or (lambda what, done, total: None))
     meta = _meta(model, config, plan, dtype, seed, contexts, samples, tokenizer)
-    result = Result(meta, records.take(plan.keys))
-    if folder is not None:
-        result.save(folder)
+    result = Result(meta | {"notes": _notes(plan, texts, samples)}, records.take(plan.keys))
+    if output is not None:
+        result.save(output)
     return result
+
+
+def _notes(plan: Plan, texts: list[Data], samples: int) -> list[str]:
+    """What was not done quite as asked, or says less than it seems to."""
+    notes = [
+        f"{t.name}: the first {samples} of {len(t.prompts)} prompts (--samples)"
+        for t in texts if len(t.prompts) > samples
+    ]  # fmt: skip
+    for setting in plan.settings:
+        lengths = [s.context or len(s.ids) for s in plan.samples]
+        raised = sum(setting.asked(n) < setting.tokens(n) for n in lengths)
+        whole = sum(setting.tokens(n) >= len(s.ids) for n, s in zip(lengths, plan.samples, strict=True))
+        if raised:
+            notes.append(f"{setting}: raised to {setting.tokens(0)} tokens, the least, in {raised} samples")
+        if whole:
+            notes.append(f"{setting}: the budget covers the whole prompt in {whole} samples")
+    return notes
 
 
 def _meta(
@@ -138,20 +158,24 @@ def _meta(
         "link_bandwidth": plan.bandwidth,
         "settings": [vars(s) for s in plan.settings],
         "chat_template": tokenizer.chat_template is not None, "version": nano_oasis.__version__,
+        "python": platform.python_version(),
     }  # fmt: skip
 
 
-def _list(value: Any) -> list[Any]:
+def _list(name: str, value: Any) -> list[Any]:
     """A list of one, or of many; text with commas counts as many."""
     if isinstance(value, str):
-        return [part.strip() for part in value.split(",") if part.strip()]
-    return list(value) if isinstance(value, (list, tuple)) else [value]
+        value = [part.strip() for part in value.split(",")]
+    found = list(value) if isinstance(value, (list, tuple)) else [value]
+    if not found or "" in found:
+        raise ConfigError(f"{name}: a value is empty, in {value!r}")
+    return found
 
 
-def _check_numbers(**numbers: int | None) -> None:
+def _check_numbers(least: int, **numbers: int | None) -> None:
     for name, value in numbers.items():
-        if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < 1):
-            raise ConfigError(f"{name}: must be a whole number of at least 1, got {value!r}")
+        if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < least):
+            raise ConfigError(f"{name}: must be a whole number of at least {least}, got {value!r}")
 
 
 def _contexts(values: list[int], config: ModelConfig, steps: int) -> list[int]:
@@ -160,7 +184,7 @@ def _contexts(values: list[int], config: ModelConfig, steps: int) -> list[int]:
     for value in values:
         try:
             length = int(value)
-        except ValueError:
+        except (TypeError, ValueError):
             length = 0
         if length < 16:
             raise ConfigError(f"context: must be whole numbers of at least 16 tokens, got {value!r}")
@@ -176,11 +200,6 @@ def _contexts(values: list[int], config: ModelConfig, steps: int) -> list[int]:
 def _check_settings(settings: list[Setting], config: ModelConfig) -> None:
     for setting in settings:
         setting.engine(setting.tokens(4096), 1).groups_of(config.num_kv_heads)
-
-
-def _sizes(path: Path) -> list[tuple[str, int]]:
-    files = sorted(path.iterdir()) if path.is_dir() else [path]
-    return [(f.name, f.stat().st_size) for f in files if f.is_file()]
 
 
 def _memory() -> int:

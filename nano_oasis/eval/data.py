@@ -112,7 +112,8 @@ def _prompt(line: str, where: str) -> Prompt:
             raise DataError(f"data: {where}: {error}") from error
     answer = value.get("answer")
     answers = [] if answer is None else [answer] if isinstance(answer, str) else answer
-    if not isinstance(answers, list) or not all(isinstance(a, str) and a for a in answers):
+    empty = answer is not None and not answers
+    if empty or not isinstance(answers, list) or not all(isinstance(a, str) and a for a in answers):
         raise DataError(f"data: {where}: answer must be a text or a list of texts, got {answer!r:.60}")
     return Prompt(where, prompt, messages, tuple(answers))
 

@@ -29,12 +29,14 @@ PREDICTORS = ("oracle", "current", "lookahead", "previous")
 
 @dataclass(frozen=True)
 class Choice:
-    """What shapes a choice of blocks. budget in tokens."""
+    """What shapes a choice of blocks. budget in tokens; asked: the same as it was asked for, which is its
+    name."""
 
     selector: str
     budget: int
     block: int
     head_groups: int | None  # None: one for each KV head
+    asked: str = ""
 
     def groups(self, kv_heads: int) -> int:
         return self.head_groups or kv_heads

@@ -19,26 +19,51 @@ fields.
 
 from __future__ import annotations
 
+import hashlib
 import json
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
+import torch
+
+from nano_oasis.config import ConfigError
+from nano_oasis.eval.tasks import fingerprint
+
 Record = dict[str, Any]
 FILE = "results.jsonl"
+_PROBES, _PROBE = 256, 1 << 14  # pieces of a weight file that stand for it, and the bytes of each
+
+
+def model_salt(config: object, path: Path, dtype: torch.dtype, version: str) -> str:
+    """Names a model by its shape, and each file's name, size and pieces of its bytes: all would take too
+    long."""
+    digest = hashlib.sha256()
+    for file in sorted(path.iterdir()) if path.is_dir() else [path]:
+        if file.is_file():
+            size = file.stat().st_size
+            digest.update(f"{file.name} {size}\n".encode())
+            with file.open("rb") as data:
+                for i in range(_PROBES):
+                    data.seek(max(size - _PROBE, 0) * i // (_PROBES - 1))
+                    digest.update(data.read(_PROBE))
+    return fingerprint(config, digest.hexdigest(), str(dtype), version)
 
 
 class RecordFile:
     """Records by key, each appended to DIR/results.jsonl when it is made. Without a folder: in memory
-    only."""
+    only. Raises ConfigError for a folder that cannot be used."""
 
     def __init__(self, folder: Path | None) -> None:
         self.path = folder / FILE if folder else None
         self._records: dict[str, Record] = {}
-        if folder:
-            folder.mkdir(parents=True, exist_ok=True)
-        if self.path and self.path.exists():
-            self._read(self.path)
+        if folder and self.path:
+            try:
+                folder.mkdir(parents=True, exist_ok=True)
+                self.path.touch()
+                self._read(self.path)
+            except OSError as error:
+                raise ConfigError(f"output: {self.path}: {error.strerror or error}") from error
 
     def _read(self, path: Path) -> None:
         """A run that was killed may have left half a line at the end: it is cut off."""

@@ -65,7 +65,9 @@ def report_html(result: Result) -> str:
         f'<p class="soft">{m["family"]}, {m["layers"]} layers, {m["kv_heads"]} KV heads of {m["head_dim"]}, '
         f"{m['dtype']}; {m['samples']} samples a task, {m['steps']} teacher-forced steps, "
         f"recall on the first {m['recall_samples']}, up to {m['batch']} "
-        f"decoded together, seed {m['seed']}; nano_oasis {m['version']}.</p>",
+        f"decoded together, seed {m['seed']}; nano_oasis {m['version']}, "
+        f"Python {m['python']}.</p>",
+        *(f'<p class="soft">{escape(note)}</p>' for note in m.get("notes", ())),
         _failures(result),
         "<h2>Quality against budget</h2>",
         _pair(
@@ -153,7 +155,7 @@ def _predictors(result: Result) -> str:
 
 def _table(result: Result) -> str:
     head = ["task", "context", "setting", "n", "failed", "score", "output tokens", "KL mean", "KL p99",
-            "same top token", "answers differ", "first differing token", "hit rate", "waiting",
+            "same top token", "answers differ", "first differing token", "hit rate", "left out", "waiting",
             "device KV"]  # fmt: skip
     lines, previous = [], None
     averaged = result.averaged()
@@ -164,8 +166,8 @@ def _table(result: Result) -> str:
             r.group, r.context or "own", r.label, r.samples, r.failed or "",
             show(r.score, 1) + ("*" if weak else ""), show(r.output_tokens, 1), show(r.kl_mean, 4),
             show(r.kl_p99, 3), percent(r.same_top),
-            percent(r.diverged), show(r.divergence, 0), percent(r.hit_rate), percent(r.wait_share),
-            ratio(r.dense_bytes, r.device_bytes),
+            percent(r.diverged), show(r.divergence, 0), percent(r.hit_rate), percent(r.skipped),
+            percent(r.wait_share), ratio(r.dense_bytes, r.device_bytes),
         ]  # fmt: skip
         kind = ' class="first"' if place != previous else ""
         lines.append(f"<tr{kind}>{_cells(values, 3)}</tr>")
@@ -174,7 +176,7 @@ def _table(result: Result) -> str:
         a = result.average(label)
         values = [
             "average" if i == 0 else "", "", label, "", "", show(a["score"], 1), show(a["output_tokens"], 1),
-            show(a["kl_mean"], 4), "", percent(a["same_top"]), "", "", percent(a["hit_rate"]),
+            show(a["kl_mean"], 4), "", percent(a["same_top"]), "", "", percent(a["hit_rate"]), "",
             percent(a["wait_share"]), ratio(a["dense_bytes"], a["device_bytes"]),
         ]  # fmt: skip
         kind = ' class="first"' if i == 0 else ""
@@ -182,6 +184,7 @@ def _table(result: Result) -> str:
     return (
         f'<div class="wide"><table><tr>{_cells(head, 3, "th")}</tr>{"".join(lines)}</table></div>'
         f'<p class="soft">* dense scores below {DENSE_FLOOR:.0f}: listed, not averaged. Device KV: how many '
-        "times less than dense. First differing token: the median over the answers that differ. Waiting: "
+        "times less than dense. First differing token: the median over the answers that differ. Left out: "
+        "wanted blocks that a step read without (policies skip, estimate, repair). Waiting: "
         "share of the decode time spent standing still for copies.</p>"
     )

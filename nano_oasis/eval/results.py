@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from rich.markup import escape
 from rich.table import Table
 
 from nano_oasis.eval.records import Record
@@ -41,6 +42,7 @@ class Row:
     diverged: float | None
     divergence: float | None
     hit_rate: float | None
+    skipped: float | None
     wait_share: float | None
     device_bytes: float | None
     dense_bytes: float | None
@@ -56,6 +58,10 @@ class Result:
 
     def __post_init__(self) -> None:
         self.rows = [_row(*item) for item in _grouped(self.runs).items()]
+        lost = {_place(r) for r in self.runs if r["status"] != "ok"}
+        whole = [r for r in self.runs if _place(r) not in lost]
+        # A sample that one setting could not do would else make that setting's average better or worse.
+        self._whole_rows = [_row(*item) for item in _grouped(whole).items()]
 
     @property
     def runs(self) -> list[Record]:
@@ -86,21 +92,16 @@ class Result:
         return [(r.group, r.context) for r in dense if (r.score or 0) >= DENSE_FLOOR]
 
     def average(self, label: str) -> dict[str, float | None]:
-        """Means over tasks and contexts: score over averaged(), the other figures over all that have them."""
-        rows = [r for r in self.rows if r.label == label]
-        scored = [r.score for r in rows if (r.group, r.context) in self.averaged()]
-        names = (
-            "output_tokens",
-            "kl_mean",
-            "same_top",
-            "hit_rate",
-            "wait_share",
-            "device_bytes",
-            "dense_bytes",
-        )
-        # A setting that failed on a whole task has no average: it would leave out what it could not do.
-        score = mean(scored) if scored and None not in scored else None
-        return {"score": score} | {n: mean(getattr(r, n) for r in rows) for n in names}
+        """Means over tasks and contexts: score and reply length over averaged(), the other figures over all
+        that have them; samples that failed under any setting left out."""
+        rows = [r for r in self._whole_rows if r.label == label]
+        places = self.averaged()
+        scored = [r for r in rows if (r.group, r.context) in places]
+        names = ("kl_mean", "same_top", "hit_rate", "wait_share", "device_bytes", "dense_bytes")
+        # Where a whole task failed there is no average: it would leave out what could not be done.
+        score = mean(r.score for r in scored) if places and len(scored) == len(places) else None
+        means = {n: mean(getattr(r, n) for r in rows) for n in names}
+        return {"score": score, "output_tokens": mean(r.output_tokens for r in scored or rows)} | means
 
     def predictors(self) -> list[dict[str, Any]]:
         """Next-step recall by choice of blocks and predictor, over all samples and layers."""
@@ -152,10 +153,12 @@ class Result:
                 show(a["output_tokens"], 0), show(a["kl_mean"], 4), "", percent(a["same_top"]), "",
                 percent(a["hit_rate"]), percent(a["wait_share"]), ratio(a["dense_bytes"], a["device_bytes"]),
             )  # fmt: skip
+        notes = [escape(note) for note in self.meta.get("notes", [])]
         weak = [r for r in self.rows if r.label == "dense" and r.score is not None]
         if any((r.group, r.context) not in self.averaged() for r in weak):
-            table.caption = f"* dense scores below {DENSE_FLOOR:.0f}: not averaged"
-            table.caption_justify = "left"
+            notes = [f"* dense scores below {DENSE_FLOOR:.0f}: not averaged", *notes]
+        if notes:
+            table.caption, table.caption_justify = "\n".join(notes), "left"
         return table
 
     def to_json(self) -> str:
@@ -166,7 +169,7 @@ class Result:
             "average": {label: self.average(label) for label in self.labels},
             "averaged": self.averaged(), "predictors": self.predictors(), "samples": samples,
         }  # fmt: skip
-        return json.dumps(value, indent=1)
+        return json.dumps(value, indent=1, allow_nan=False)
 
     def save(self, folder: str | Path) -> Path:
         """eval.json and report.html in a folder, which is made; returns the report's path."""
@@ -186,6 +189,10 @@ def _grouped(runs: Iterable[Record]) -> dict[tuple[str, int, str], list[Record]]
     return groups
 
 
+def _place(record: Record) -> tuple[str, int, int]:
+    return record["group"], record["context"], record["index"]
+
+
 def _row(place: tuple[str, int, str], records: list[Record]) -> Row:
     good = [r for r in records if r["status"] == "ok"]
     kl = sorted(x for r in good for x in r.get("kl", []))
@@ -197,7 +204,8 @@ def _row(place: tuple[str, int, str], records: list[Record]) -> Row:
         output_tokens=_over(good, "output_tokens"), kl_mean=mean(kl), kl_p99=quantile(kl, 0.99),
         same_top=mean(x for r in good for x in r.get("same_top", [])),
         diverged=len(apart) / len(good) if good and not dense else None, divergence=quantile(apart, 0.5),
-        hit_rate=_over(good, "hit_rate"), wait_share=_over(good, "wait_share"),
+        hit_rate=_over(good, "hit_rate"), skipped=_over(good, "skipped"),
+        wait_share=_over(good, "wait_share"),
         device_bytes=_over(good, "device_bytes"), dense_bytes=_over(good, "dense_bytes"),
     )  # fmt: skip
 

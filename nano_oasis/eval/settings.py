@@ -39,9 +39,15 @@ class Setting:
                 words.append(value if isinstance(value, str) else f"{field.name.replace('_', ' ')} {value}")
         return " ".join(words)
 
+    def asked(self, context: int) -> int:
+        """The budget in tokens, as it was asked for, at a context of so many tokens."""
+        return int(Fraction(self.budget) * context) if "/" in self.budget else int(self.budget)
+
     def tokens(self, context: int) -> int:
-        """The budget in tokens at a context of so many tokens; at least 1."""
-        return max(int(Fraction(self.budget) * context), 1) if "/" in self.budget else int(self.budget)
+        """The budget that the engine works with, which raises a smaller one: sink, newest, and one more
+        block."""
+        least = (_DEFAULT.sink_blocks + _DEFAULT.recent_blocks + 1) * self.block
+        return max(self.asked(context), least)
 
     def engine(self, budget: int, rows: int) -> EngineConfig:
         """The engine's options for decoding `rows` samples together; budget in tokens. Raises ConfigError."""

@@ -8,10 +8,9 @@ from __future__ import annotations
 
 import dataclasses
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
-import torch
 from torch import Tensor
 
 from nano_oasis.eval.decoder import Decoder
@@ -41,7 +40,7 @@ class Plan:
     recall_samples: int | None = None  # of each group and context, the first so many; None: all
 
     def __post_init__(self) -> None:
-        shared = self.salt, self.steps, self.bandwidth
+        shared = self.salt, self.steps, self.bandwidth, self.batch
         self._digests = {s.name: fingerprint(*shared, s) for s in self.samples}
         self.keys = [self.key(s, w) for s in self.samples for w in self.wanted(s)]
 
@@ -49,20 +48,22 @@ class Plan:
         """One record each; None: dense."""
         return [None, *self.settings, *self.choices(sample)]
 
-    def choices(self, sample: Sample) -> dict[Choice, str]:
-        """What recall is measured for -> the budget as it was asked for."""
+    def choices(self, sample: Sample) -> list[Choice]:
+        """What recall is measured for."""
         if self.recall_samples is not None and sample.index >= self.recall_samples:
-            return {}
+            return []
         context = sample.context or len(sample.ids)
-        return {
-            Choice(s.selector, s.tokens(context), s.block, s.head_groups): s.budget for s in self.settings
-        }
+        made = [
+            Choice(s.selector, s.tokens(context), s.block, s.head_groups, s.budget) for s in self.settings
+        ]
+        return list(dict.fromkeys(made))
 
     def key(self, sample: Sample, what: Setting | Choice | None) -> str:
         """Changes with everything that shapes the record."""
         options: object = what
         if isinstance(what, Setting):
-            options = what.engine(what.tokens(sample.context or len(sample.ids)), 1)
+            # Two budgets may come to the same number of tokens here and to others in another context.
+            options = what.budget, what.engine(what.tokens(sample.context or len(sample.ids)), 1)
         return fingerprint(self._digests[sample.name], options)
 
 
@@ -148,7 +149,7 @@ def _run_dense(plan: Plan, session: Session) -> _Dense:
 
     def keep(step: int, going: list[int], logits: Tensor) -> None:
         if step < plan.steps:
-            for i, row in zip(going, logits.float().log_softmax(-1), strict=True):
+            for i, row in zip(going, _log_softmax(logits), strict=True):
                 kept[i].append(row)
 
     outputs, errors = decoder.play(
@@ -189,7 +190,7 @@ def _run_setting(
     same: list[list[bool]] = [[] for _ in rows]
 
     def compare(step: int, going: list[int], logits: Tensor) -> None:
-        sparse = logits.float().log_softmax(-1)
+        sparse = _log_softmax(logits)
         for at, i in enumerate(going):
             exact = dense.logprobs[rows[i]][step]
             kl[i].append(float((exact.exp() * (exact - sparse[at])).sum().clamp(min=0)))
@@ -221,6 +222,13 @@ def _run_setting(
         record |= _cost(session, setting, sample, measured, i, len(teacher[i]))
         made.append(record)
     return made
+
+
+def _log_softmax(logits: Tensor) -> Tensor:
+    """[n, V] -> [n, V]. Raises ArithmeticError: with damaged weights every comparison would come out well."""
+    if not bool(logits.isfinite().all()):
+        raise ArithmeticError("the model's logits are not finite numbers; are its weights damaged?")
+    return logits.float().log_softmax(-1)
 
 
 def _cost(
@@ -278,12 +286,12 @@ def _run_recall(
     plan: Plan, session: Session, records: RecordFile, row: int, teacher: list[int]
 ) -> list[Record]:
     sample = session.samples[row]
-    choices = {c: b for c, b in plan.choices(sample).items() if not records.done(plan.key(sample, c))}
+    choices = [c for c in plan.choices(sample) if not records.done(plan.key(sample, c))]
     made = []
     if choices and len(teacher) > 1:
-        for choice, recall in measure_recall(session, row, teacher, list(choices)).items():
+        for choice, recall in measure_recall(session, row, teacher, choices).items():
             record = _start(plan, sample, choice) | {"choice": dataclasses.asdict(choice)}
-            made.append(record | {"budget": choices[choice]} | dataclasses.asdict(recall))
+            made.append(record | {"budget": choice.asked} | dataclasses.asdict(recall))
     elif (
         choices
     ):  # an answer of one token predicts nothing; noted, so that a run that continues does not ask again
@@ -322,8 +330,3 @@ def samples_per_batch(kv_bytes_per_token: int, tokens: int, tiers: int, logits: 
     """
     per_sample = kv_bytes_per_token * tokens * (1 + 2 * tiers) + 4 * logits
     return max(1, min(16, memory // per_sample))
-
-
-def model_salt(config: object, sizes: Sequence[tuple[str, int]], dtype: torch.dtype, version: str) -> str:
-    """Names a model by its shape and its files' names and sizes; reading all bytes would take too long."""
-    return fingerprint(config, tuple(sizes), str(dtype), version)
