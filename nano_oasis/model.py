@@ -25,6 +25,7 @@ from nano_oasis.kernels.int8_weight import Int8Weight
 from nano_oasis.kernels.linear import Matrix, linear
 from nano_oasis.kernels.pointwise import add_norm, gated, norm_rotate
 from nano_oasis.memory.dense_kv import KVView
+from nano_oasis.memory.huge_pages import on_huge_pages
 from nano_oasis.rope import rope_table
 
 Weights = dict[str, torch.Tensor]
@@ -65,19 +66,23 @@ def _take_layer(config: ModelConfig, w: Weights, i: int, pack: Callable[[torch.T
         return fuse(*names) if wanted else None
 
     window = config.window(i)
+    qkv, out, gate_up, down = _side_by_side([
+        pack(fuse("q", "k", "v")), pack(w.pop(f"layers.{i}.o")), pack(fuse("gate", "up")),
+        pack(w.pop(f"layers.{i}.down")),
+    ])  # fmt: skip
     return Layer(
         attn_norm=w.pop(f"layers.{i}.attn_norm"),
-        qkv=pack(fuse("q", "k", "v")),
+        qkv=qkv,
         qkv_bias=fuse_bias(config.qkv_bias, "q_bias", "k_bias", "v_bias"),
-        out=pack(w.pop(f"layers.{i}.o")),
+        out=out,
         out_bias=take("o_bias"),
         q_norm=take("q_norm"),
         k_norm=take("k_norm"),
         post_attn_norm=take("post_attn_norm"),
         mlp_norm=w.pop(f"layers.{i}.mlp_norm"),
-        gate_up=pack(fuse("gate", "up")),
+        gate_up=gate_up,
         gate_up_bias=fuse_bias(config.mlp_bias, "gate_bias", "up_bias"),
-        down=pack(w.pop(f"layers.{i}.down")),
+        down=down,
         down_bias=take("down_bias"),
         post_mlp_norm=take("post_mlp_norm"),
         window=window,
@@ -89,6 +94,15 @@ def _as_it_is(weight: torch.Tensor) -> torch.Tensor:
     return weight
 
 
+def _side_by_side(matrices: list[Matrix]) -> list[Matrix]:
+    """Where a layer's matrices lie in memory decides how fast a step of few rows can read them."""
+    numbers = [m.codes if isinstance(m, Int8Weight) else m for m in matrices]
+    return [
+        Int8Weight(placed, m.scales) if isinstance(m, Int8Weight) else placed
+        for m, placed in zip(matrices, on_huge_pages(numbers), strict=True)
+    ]
+
+
 class Model:
     """Weights on one device, ready to run. `max_len` is the longest position plus one; int8: linear layers in
     eight bits."""
@@ -97,7 +111,10 @@ class Model:
         pack = Int8Weight.of if int8 else _as_it_is
         self.config = config
         self.embed = weights.pop("embed")  # [V, H]
-        self.lm_head = pack(weights.pop("lm_head"))  # [V, H]; the same tensor as embed when tied and not int8
+        head = weights.pop("lm_head")
+        self.lm_head = (
+            _side_by_side([pack(head)])[0] if int8 else head
+        )  # [V, H]; the same tensor as embed when tied and not int8
         self.final_norm = weights.pop("final_norm")
         self.layers = [_take_layer(config, weights, i, pack) for i in range(config.num_layers)]
         if weights:

@@ -26,6 +26,7 @@ from nano_oasis.kernels import make_batch, select
 from nano_oasis.kernels.batch import AttentionBatch
 from nano_oasis.kernels.dispatch import select_kernels, select_oasis_kernels
 from nano_oasis.kernels.linear import linear
+from nano_oasis.memory.huge_pages import on_huge_pages
 from nano_oasis.memory.sketch import FourBit
 
 LINEAR_ROWS = (1, 4, 8, 16, 64)
@@ -118,7 +119,7 @@ def cases(s: Shape) -> Iterator[Case]:
 
 def _linear(s: Shape) -> Iterator[Case]:
     out, width = 2 * s.mlp, s.hidden
-    weights = _turn([torch.randn(out, width) for _ in range(max(s.layers, 8))])
+    weights = _turn(on_huge_pages([torch.randn(out, width) for _ in range(max(s.layers, 8))]))
     for n in LINEAR_ROWS:
         x = torch.randn(n, width)
         yield Case(
@@ -235,10 +236,10 @@ def _attention(
 
 
 def _caches(s: Shape, blocks: int, size: int, heads: int) -> list[tuple[torch.Tensor, torch.Tensor]]:
-    return [
-        (torch.randn(blocks, size, heads, s.dim), torch.randn(blocks, size, heads, s.dim))
-        for _ in range(s.layers)
-    ]
+    """On large pages, as the engine's are."""
+    shape = (blocks, size, heads, s.dim)
+    pairs = (on_huge_pages([torch.randn(shape), torch.randn(shape)]) for _ in range(s.layers))
+    return [(keys, values) for keys, values in pairs]
 
 
 def _turn(things: Sequence[Any]) -> Iterator[Any]:

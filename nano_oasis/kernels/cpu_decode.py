@@ -175,17 +175,17 @@ def _rows(q, k, v, table, lens, window, scale, r0, r1, first, last, weights, sum
 @jit
 def _chunk(q, k, v, table, seen_from, seen_to, scale, low, high, weights, sums, acc, most):  # type: ignore[no-untyped-def]
     """One row's blocks [low, high) of positions [seen_from, seen_to), added to acc [H, D], sums, most [H]."""
-    size, count = k.shape[1], 0
+    size, count, last = k.shape[1], 0, len(table) - 1  # the next chunk's first block is fetched meanwhile too
     for b in range(low, high):
         begin, end = max(seen_from - b * size, 0), min(seen_to - b * size, size)  # tokens of this block
-        _score(q, k, table[b], table[min(b + 1, high - 1)], begin, end, weights, count)
+        _score(q, k, table[b], table[min(b + 1, last)], begin, end, weights, count)
         count += end - begin
     for h in range(len(q)):
         _soften(weights[h], count, scale, h, most, sums, acc[h])
     count = 0
     for b in range(low, high):
         begin, end = max(seen_from - b * size, 0), min(seen_to - b * size, size)
-        _add_values(weights, count, v, table[b], table[min(b + 1, high - 1)], begin, end, acc)
+        _add_values(weights, count, v, table[b], table[min(b + 1, last)], begin, end, acc)
         count += end - begin
 
 

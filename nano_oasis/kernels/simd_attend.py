@@ -2,8 +2,10 @@
 
 Owns: the tiles and the code they emit. Must not know: softmax, rows, tables. Imported only where numba is.
 
-The query heads that share a KV head use each key and value as it is loaded, once. Addresses are computed
-here, from whole arrays and indices: taking slices apart in the compiled functions costs more than the sums.
+The query heads that share a KV head use each key and value as it is loaded, once. A tile's running sums fit
+the CPU's registers, and are enough of them to keep its units for products busy: one that waits for its own
+last sum would take four times as long. Addresses are computed here, from whole arrays and indices: taking
+slices apart in the compiled functions costs more than the sums.
 """
 
 from __future__ import annotations
@@ -15,11 +17,13 @@ from llvmlite import ir
 from numba import types
 from numba.core import cgutils
 
-from nano_oasis.kernels.simd import _FUSE, _VEC, LANES, _four, arrays_of, intrinsic, prefetch_at, splat_value
+from nano_oasis.kernels.simd import _F32, _FUSE, _I32, _four, arrays_of, intrinsic, prefetch_at
+from nano_oasis.kernels.simd_dots import LANES, WIDE, _load
 
 TOKENS = 4  # of a tile of scores
 MOST_HEADS = 4
-_I64 = ir.IntType(64)
+_LINE = 16  # float32 of a cache line; D is a multiple of it
+_I64, _VEC = ir.IntType(64), ir.VectorType(_F32, LANES)
 
 
 def _token(b: Any, kv: Any, block: ir.Value, t: ir.Value, h: ir.Value) -> ir.Value:
@@ -29,9 +33,14 @@ def _token(b: Any, kv: Any, block: ir.Value, t: ir.Value, h: ir.Value) -> ir.Val
     return b.gep(kv.data, [b.mul(place, dim)])
 
 
-def _vector(b: Any, start: ir.Value, d: ir.Value) -> ir.Value:
-    """Where the vector that begins at element d is."""
-    return b.bitcast(b.gep(start, [d]), _VEC.as_pointer())
+def _splat(b: Any, value: ir.Value) -> ir.Value:
+    one = b.insert_element(ir.Constant(_VEC, ir.Undefined), value, _I32(0))
+    return b.shuffle_vector(one, one, ir.Constant(ir.VectorType(_I32, LANES), [0] * LANES))
+
+
+def _add_product(b: Any, x: ir.Value, y: ir.Value, total: ir.Value) -> None:
+    """total, a place in memory that becomes a register, += x * y."""
+    b.store(b.fadd(b.fmul(x, y, flags=_FUSE), b.load(total), flags=_FUSE), total)
 
 
 def make_score_tile(heads: int) -> Callable[..., Any]:
@@ -67,14 +76,16 @@ def make_score_tile(heads: int) -> Callable[..., Any]:
             sums = [[cgutils.alloca_once_value(b, zero) for _ in keys] for _ in queries]
             for total in (total for row in sums for total in row):
                 b.store(zero, total)
-            with cgutils.for_range_slice(b, _I64(0), dim, _I64(LANES)) as (d, _):
-                loaded = [b.load(_vector(b, x, d), align=4) for x in keys]
+            with cgutils.for_range_slice(b, _I64(0), dim, _I64(_LINE)) as (line, _):
                 for x in then:
-                    prefetch_at(b, b.gep(x, [d]))
-                for start, row in zip(queries, sums, strict=True):
-                    value = b.load(_vector(b, start, d), align=4)
-                    for key, total in zip(loaded, row, strict=True):
-                        b.store(b.fadd(b.fmul(key, value, flags=_FUSE), b.load(total), flags=_FUSE), total)
+                    prefetch_at(b, b.gep(x, [line]))
+                for part in range(0, _LINE, LANES):
+                    d = b.add(line, _I64(part))
+                    asked = [_load(b, x, d) for x in queries]
+                    for j, start in enumerate(keys):
+                        key = _load(b, start, d)
+                        for query, row in zip(asked, sums, strict=True):
+                            _add_product(b, key, query, row[j])
             for i, row in enumerate(sums):
                 four = _four(b, [b.load(total) for total in row], b.fadd)
                 place = b.gep(scores.data, [b.add(b.mul(b.add(g, _I64(i)), width), at)])
@@ -94,6 +105,7 @@ def make_value_tile(heads: int) -> Callable[..., Any]:
     The same tokens of block `ahead` are fetched. weights fp32 [Hq, W], v fp32 [N, B, H, D], acc fp32 [Hq, D];
     D a multiple of 16.
     """
+    wide = LANES * (4 if WIDE or heads < MOST_HEADS else 2)  # elements that are added up at once
 
     @intrinsic
     def tile(
@@ -107,19 +119,34 @@ def make_value_tile(heads: int) -> Callable[..., Any]:
             values, then = (_token(b, v, which, begin, h) for which in (block, ahead))
             rows = [b.gep(acc.data, [b.mul(b.add(g, _I64(i)), dim)]) for i in range(heads)]
             shares = [b.gep(weights.data, [b.add(b.mul(b.add(g, _I64(i)), width), at)]) for i in range(heads)]
-            sums = [cgutils.alloca_once(b, _VEC) for _ in rows]
-            with cgutils.for_range_slice(b, _I64(0), dim, _I64(LANES)) as (d, _):
-                for row, total in zip(rows, sums, strict=True):
-                    b.store(b.load(_vector(b, row, d), align=4), total)
-                with cgutils.for_range(b, b.sub(end, begin)) as loop:
-                    offset = b.add(b.mul(loop.index, stride), d)
-                    value = b.load(_vector(b, values, offset), align=4)
-                    prefetch_at(b, b.gep(then, [offset]))
-                    for share, total in zip(shares, sums, strict=True):
-                        weight = splat_value(b, b.load(b.gep(share, [loop.index])))
-                        b.store(b.fadd(b.fmul(weight, value, flags=_FUSE), b.load(total), flags=_FUSE), total)
-                for row, total in zip(rows, sums, strict=True):
-                    b.store(b.load(total), _vector(b, row, d), align=4)
+            count = b.sub(end, begin)
+
+            def columns(first: ir.Value, stop: ir.Value, width: int) -> None:
+                """Elements [first, stop), so many at a time."""
+                places = range(0, width, LANES)
+                sums = [[cgutils.alloca_once(b, _VEC) for _ in places] for _ in rows]
+                with cgutils.for_range_slice(b, first, stop, _I64(width)) as (d, _):
+                    for row, totals in zip(rows, sums, strict=True):
+                        for part, total in zip(places, totals, strict=True):
+                            b.store(_load(b, row, b.add(d, _I64(part))), total)
+                    with cgutils.for_range(b, count) as loop:
+                        offset = b.add(b.mul(loop.index, stride), d)
+                        for line in range(0, width, _LINE):
+                            prefetch_at(b, b.gep(then, [b.add(offset, _I64(line))]))
+                        loaded = [_load(b, values, b.add(offset, _I64(part))) for part in places]
+                        for share, totals in zip(shares, sums, strict=True):
+                            weight = _splat(b, b.load(b.gep(share, [loop.index])))
+                            for value, total in zip(loaded, totals, strict=True):
+                                _add_product(b, weight, value, total)
+                    for row, totals in zip(rows, sums, strict=True):
+                        for part, total in zip(places, totals, strict=True):
+                            at = b.bitcast(b.gep(row, [b.add(d, _I64(part))]), _VEC.as_pointer())
+                            b.store(b.load(total), at, align=4)
+
+            whole = b.mul(b.sdiv(dim, _I64(wide)), _I64(wide))
+            columns(_I64(0), whole, wide)
+            if wide > _LINE:
+                columns(whole, dim, _LINE)
             return context.get_dummy_value()
 
         i64 = types.int64

@@ -59,14 +59,14 @@ def make_tile(rows: int, fetch: bool = True) -> Callable[..., Any]:
                 for total in row:
                     b.store(zero, total)
             with cgutils.for_range_slice(b, _I64(0), width, _I64(LANES)) as (k, _):
-                loaded = [_codes(b, p, k) if coded else _load(b, p, k) for p in weights]
                 for p in ahead if fetch else ():
                     prefetch_at(b, b.gep(p, [k]))
-                for p, row in zip(inputs, sums, strict=True):
-                    value = _load(b, p, k)
-                    for weight, total in zip(loaded, row, strict=True):
+                loaded = [_load(b, p, k) for p in inputs]
+                for j, p in enumerate(weights):
+                    weight = _codes(b, p, k) if coded else _load(b, p, k)
+                    for value, row in zip(loaded, sums, strict=True):
                         product = b.fmul(weight, value, flags=_FUSE)
-                        b.store(b.fadd(product, b.load(total), flags=_FUSE), total)
+                        b.store(b.fadd(product, b.load(row[j]), flags=_FUSE), row[j])
             for i, row in enumerate(sums):
                 four = _four(b, [b.load(total) for total in row], b.fadd)
                 if coded:

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 import torch
 
 from nano_oasis.config import ModelConfig
+from nano_oasis.memory.huge_pages import ask_for_huge_pages
 
 
 @dataclass
@@ -26,9 +27,10 @@ class KVCache:
     ) -> KVCache:
         shape = (config.num_layers, num_blocks, block_size, config.num_kv_heads, config.head_dim)
         # Not zeroed: pages that no request has touched cost no memory on CPU.
-        return cls(
-            torch.empty(shape, dtype=dtype, device=device), torch.empty(shape, dtype=dtype, device=device)
-        )
+        slabs = [torch.empty(shape, dtype=dtype, device=device) for _ in range(2)]
+        for slab in slabs:
+            ask_for_huge_pages(slab)
+        return cls(*slabs)
 
     @property
     def num_blocks(self) -> int:
