@@ -14,6 +14,7 @@ import argparse
 import asyncio
 import os
 import signal
+import socket
 import statistics
 import subprocess
 import sys
@@ -29,7 +30,11 @@ from nano_oasis.bench.load import LoadError, Target, first_model, random_prompts
 from nano_oasis.bench.report import Spread, save, show
 from nano_oasis.bench.serve import summarise
 
-FIRST_PORT = 8410
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
 
 
 class Running:
@@ -47,7 +52,11 @@ class Running:
                 server.command(port, load), env=os.environ | server.env, stdout=log, stderr=log,
                 start_new_session=True,
             )  # fmt: skip
-        self.model = self._wait()
+        try:
+            self.model = self._wait()
+        except BaseException:
+            self.close()
+            raise
         self.start_s = time.perf_counter() - began
 
     def _wait(self, seconds: float = 300.0) -> str:
@@ -105,9 +114,11 @@ def main() -> int:
     prompts = random_prompts(args.streams, args.input_len, 0, 0.0, seed=1)
     load = Load(args.streams, round(1.45 * args.input_len) + args.output_len + 64)
     running: list[Running] = []
+    # Ended like this, too, this process takes the servers with it.
+    before = signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
     try:
-        for i, name in enumerate(names):
-            running.append(Running(name, FIRST_PORT + i, load))
+        for name in names:
+            running.append(Running(name, free_port(), load))
             with running[-1] as server:
                 warm = random_prompts(1, 16, 0, 0.0, seed=2)
                 asyncio.run(send_all(Target(f"{server.url}/v1/completions", server.model, False), warm, 8))
@@ -126,6 +137,7 @@ def main() -> int:
     finally:
         for server in running:
             server.close()
+        signal.signal(signal.SIGTERM, before)
     _show(passes, {s.name: s.start_s for s in running}, args)
     if args.output:
         save(args.output, "peers", vars(args), [{"server": k, "passes": v} for k, v in passes.items()])
