@@ -204,7 +204,7 @@ class EngineConfig:
     )
     draft_model: str | None = _opt(None, "draft=model: the smaller checkpoint, with the same vocabulary")
     draft_head: str | None = _opt(
-        None, "draft=head: file made by nano_oasis.spec.train; default: the built-in"
+        None, "draft=head or auto: file made by nano_oasis.spec.train; default: the built-in"
     )
     draft_layers: str | None = _opt(
         None, "draft=self: the layers that draft, such as '0-5,28', or a file that calibration wrote"
@@ -248,9 +248,12 @@ class EngineConfig:
             raise ConfigError(
                 f"miss_policy: {self.miss_policy} means nothing with predictor=current: all is waited for"
             )
-        for name, kind in (("draft_model", "model"), ("draft_head", "head"), ("draft_layers", "self")):
-            if getattr(self, name) is not None and self.draft != kind:
-                raise ConfigError(f"{name}: needs draft={kind}, this engine has draft={self.draft}")
+        readers = {"draft_model": ("model",), "draft_head": ("head", "auto"), "draft_layers": ("self",)}
+        for name, kinds in readers.items():
+            if getattr(self, name) is not None and self.draft not in kinds:
+                raise ConfigError(
+                    f"{name}: needs draft={' or '.join(kinds)}, this engine has draft={self.draft}"
+                )
         if self.draft == "model" and self.draft_model is None:
             raise ConfigError("draft: model needs draft_model, the checkpoint that drafts")
         if self.num_draft_tokens is not None and self.draft == "none":

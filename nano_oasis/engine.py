@@ -189,12 +189,20 @@ class Engine:
         executing = time.monotonic()
         results = self._execute(plan.rows) if plan.rows else []
         self._learn(plan.rows, results, time.monotonic() - executing)
+        before = [len(row.request.output_ids) for row in plan.rows]
         for row, result in zip(plan.rows, results, strict=True):
             try:
                 self._commit(row, result)
             except Exception as error:
                 log.exception("request %d failed", row.request.id)
                 self._finish(row.request, "error", f"request failed: {error!r}")
+        # What was given: an accepted draft after a stop string was not.
+        given = [
+            (result.num_drafts, len(row.request.output_ids) - had - 1)
+            for row, result, had in zip(plan.rows, results, before, strict=True)
+            if row.is_decode and isinstance(result, Drawn)
+        ]
+        self.metrics.decodes([pair for pair in given if pair[1] >= 0])
         self._flush()
         self._progress = time.monotonic()
         self._count(plan.rows, len(plan.preempted), self._progress - began)
@@ -213,10 +221,9 @@ class Engine:
     def _learn(
         self, rows: list[ScheduledRow], results: list[Drawn | Exception | None], seconds: float
     ) -> None:
-        """What drafts brought and cost: for the metrics, and for the next steps' drafts."""
+        """What drafts brought and cost: for the next steps' drafts."""
         pairs = zip(rows, results, strict=True)
         drawn = [d for row, d in pairs if row.is_decode and isinstance(d, Drawn)]
-        self.metrics.decodes([(d.num_drafts, len(d.tokens) - 1) for d in drawn])
         policy, whole = self.scheduler.drafts, 0 < len(drawn) == len(rows)
         if policy is not None and whole and not self.runner.draft_behind:
             tokens = sum(len(d.tokens) for d in drawn)

@@ -196,7 +196,8 @@ class Metrics:
 
     @_contained
     def decodes(self, results: Sequence[tuple[int, int]]) -> None:
-        """A step's decoding requests: for each, (draft tokens verified, of these accepted)."""
+        """A step's decoding requests: for each, (draft tokens verified, of these accepted and
+        given)."""
         for proposed, right in results:
             self._decode_tokens.observe(right + 1)
             if not proposed:

@@ -322,3 +322,19 @@ def test_a_work_folder_of_another_run_is_refused(folder, trained, tmp_path, caps
     (work_of(output) / "shard-0000.safetensors").write_bytes(b"nothing")
     assert train.main(command(folder, output)) == 1
     assert "shard-0000.safetensors: is damaged" in capsys.readouterr().err
+    (work_of(output) / "recipe.json").write_text("[1]")
+    assert train.main(command(folder, output)) == 1
+    assert "recipe.json is damaged" in capsys.readouterr().err
+
+
+def test_places_that_cannot_be_written_are_refused_first(folder, tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(train.Run, "load", lambda self, dtype: pytest.fail("the model was loaded"))
+    (tmp_path / "dir.safetensors").mkdir()
+    (tmp_path / "file").touch()
+    for output, words in (
+        (tmp_path / "dir.safetensors", "output: "), (tmp_path / "file" / "h.safetensors", "output: "),
+    ):  # fmt: skip
+        assert train.main(command(folder, output)) == 1
+        assert f"error: {words}" in capsys.readouterr().err
+    assert train.main(command(folder, tmp_path / "h.safetensors", "--work", str(tmp_path / "file"))) == 1
+    assert "error: work: " in capsys.readouterr().err

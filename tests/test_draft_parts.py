@@ -91,7 +91,7 @@ def test_the_draft_model_catches_up_with_long_prompts_in_pieces(folders, monkeyp
         ({"num_draft_tokens": 3}, "num_draft_tokens: needs a draft"),
         ({"draft": "ngram", "num_draft_tokens": 17}, "between 1 and 16"),
         ({"draft": "model"}, "draft_model"),
-        ({"draft": "ngram", "draft_head": "x"}, "draft_head: needs draft=head"),
+        ({"draft": "ngram", "draft_head": "x"}, "draft_head: needs draft=head or auto"),
         ({"draft": "head", "draft_layers": "0-3"}, "draft_layers: needs draft=self"),
         ({"kv_mode": "lossless", "host_kv_format": "int8"}, "lossless needs auto"),
         ({"selector": "mean"}, "needs kv_mode=oasis or lossless"),
@@ -115,6 +115,15 @@ def test_drafts_of_another_vocabulary_and_layers_that_are_not_there_are_refused(
     (other / "tokenizer.json").write_text(json.dumps(data))
     with pytest.raises(ConfigError, match=r"draft_model: token \d+ is '[QZ]' in its vocabulary and '[QZ]'"):
         LLM(str(folders["llama"]), draft="model", draft_model=str(other), **small)
+    with pytest.raises(ConfigError, match="draft_model: model 'nothing'"):
+        LLM(str(folders["llama"]), draft="model", draft_model="nothing", **small)
+    with pytest.raises(ConfigError, match=r"draft_layers: .* there is no folder"):
+        LLM(str(folders["llama"]), draft="self", draft_layers=str(tmp_path / "no" / "f.json"), **small)
+    (tmp_path / "odd.json").write_text('{"a": 1}')
+    with pytest.raises(ConfigError, match="not a file of calibration: it has no 'of'"):
+        LLM(str(folders["llama"]), draft="self", draft_layers=str(tmp_path / "odd.json"), **small)
+    with pytest.raises(ConfigError, match=r"draft head .*odd.json: damaged"):  # auto takes one
+        LLM(str(folders["llama"]), draft="auto", draft_head=str(tmp_path / "odd.json"), **small)
     with pytest.raises(ConfigError, match="no built-in head"):
         LLM(str(folders["llama"]), draft="head", **small)
     with LLM(str(folders["llama"]), draft="self", draft_layers=str(tmp_path / "found.json"), **small) as llm:

@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from draft_fakes import FakeDraft, RandomDraft
+from draft_fakes import FakeDraft, KnownDraft, RandomDraft
 from fakes import VOCAB, Caller, FakeModel, make_engine, run, same, solo, turn
 
 from nano_oasis.request import SamplingParams
@@ -118,3 +118,22 @@ def test_without_a_block_to_spare_drafts_fill_the_newest_one():
     counts = {tokens % 8: count for tokens, count in seen if tokens < 20}  # far from max_tokens
     assert counts.get(6, 2) == 2 and counts.get(5, 3) == 3 and counts.get(2, 5) == 5 and len(counts) > 3
     assert any(0 < count < 5 for count in counts.values())
+
+
+def test_an_accepted_draft_after_the_end_is_not_counted_as_given():
+    """A step of six tokens of which a stop token is the third gave three."""
+    tokens = solo([1, 2], GREEDY)[0].token_ids
+    at = next(i for i in range(8, len(tokens)) if tokens[i] not in tokens[:i] and (i - 1) % 6 < 5)
+    params = replace(GREEDY, stop_token_ids=(tokens[at],))
+    draft = KnownDraft({((1, 2), 0, params): list(tokens)}, VOCAB, 1.0)
+    engine = make_engine(draft=draft, policy=FixedDrafts(5))
+    caller = Caller(engine, [1, 2], params)
+    run(engine, caller)
+    given = len(caller.outputs[0].token_ids)
+    assert given == at + 1
+    text = engine.metrics.render().decode()
+    values = dict(line.rsplit(" ", 1) for line in text.splitlines() if not line.startswith("#"))
+    found = {k.split("{")[0].removeprefix("nano_oasis:"): float(v) for k, v in values.items()}
+    steps = found["request_tokens_per_step_count"]
+    assert found["request_tokens_per_step_sum"] == given - 1  # the first came with the prompt
+    assert found["spec_decode_num_accepted_tokens_total"] == given - 1 - steps

@@ -112,9 +112,11 @@ def read_layers(path: Path, model: Model) -> list[int]:
     try:
         about = json.loads(path.read_text())
         if (about["of"], about["weight_bytes"]) != (model.config.num_layers, model.weight_bytes):
-            raise ValueError("it was made for another model")
+            raise ValueError("it was made for another model, or for other weights or another dtype of it")
         return parse_layers(about["layers"], model.config.num_layers)
     except OSError as error:
         raise ConfigError(f"draft_layers: {path}: {error.strerror}") from error
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
+    except KeyError as error:
+        raise ConfigError(f"draft_layers: {path} is not a file of calibration: it has no {error}") from error
+    except (ValueError, TypeError, AttributeError) as error:
         raise ConfigError(f"draft_layers: {path} is not a file of calibration: {error}") from error

@@ -24,7 +24,7 @@ from nano_oasis.spec.model_draft import ModelDraft
 from nano_oasis.spec.ngram import NGramDraft
 from nano_oasis.spec.self_draft import SelfDraft, format_layers, parse_layers
 from nano_oasis.tokenizer import Tokenizer, load_tokenizer
-from nano_oasis.weights import load_checkpoint, load_config, resolve_model
+from nano_oasis.weights import CheckpointError, load_checkpoint, load_config, resolve_model
 
 log = logging.getLogger(__name__)
 
@@ -57,8 +57,11 @@ def make_draft(
             )
         return HeadDraft(DraftHead.load(path, model))
     if kind == "auto":
-        shipped = head_path(model)
-        return NGramDraft() if shipped is None else AutoDraft(HeadDraft(DraftHead.load(shipped, model)))
+        path = config.draft_head or head_path(model)
+        if path is None:
+            log.warning("draft=auto: this model has no built-in head and no draft_head: n-grams only")
+            return NGramDraft()
+        return AutoDraft(HeadDraft(DraftHead.load(path, model)))
     return None
 
 
@@ -74,6 +77,8 @@ def _layers(config: EngineConfig, model: Model, num_tokens: int) -> Sequence[int
             raise ConfigError(f"draft_layers: {error}") from error
     if given is not None and Path(given).exists():
         return read_layers(Path(given), model)
+    if given is not None and not Path(given).parent.is_dir():
+        raise ConfigError(f"draft_layers: {given}: there is no folder {Path(given).parent} to write it in")
     log.warning("draft=self: calibrating, which takes some seconds; draft_layers=FILE keeps the result")
     found = calibrate(model, num_tokens)
     log.warning(
@@ -94,7 +99,10 @@ def _model_draft(
     config: EngineConfig, model: Model, num_tokens: int, max_len: int, tokenizer: Tokenizer | None
 ) -> ModelDraft:
     assert config.draft_model is not None, "refused by EngineConfig"
-    path = resolve_model(config.draft_model)
+    try:
+        path = resolve_model(config.draft_model)
+    except CheckpointError as error:
+        raise ConfigError(f"draft_model: {error}") from error
     small, big = load_config(path), model.config
     if small.vocab_size != big.vocab_size:
         raise ConfigError(

@@ -83,6 +83,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     except (ConfigError, CheckpointError, TokenizerError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 1
+    except OSError as error:  # a full disk: what was written before stays
+        print(f"error: {error}; the same command continues", file=sys.stderr)
+        return 1
     except KeyboardInterrupt:
         print("\ninterrupted; the same command continues", file=sys.stderr)
         return 130
@@ -129,6 +132,7 @@ class Run:
         self.data = digest(documents)
         if not self.make_prompt.chat:
             print("the model has no chat template: it only continues texts", file=sys.stderr)
+        _check_places(self.output, self.work)
 
     def all(self) -> dict[str, Any]:
         """Record, train, measure, write the file. Returns the held-out figures, by kind of prompt."""
@@ -168,7 +172,9 @@ class Run:
         try:
             before = json.loads(file.read_text())
         except ValueError:
-            before = {}
+            before = None
+        if not isinstance(before, dict):
+            raise ConfigError(f"work: {file} is damaged; give another folder")
         for name, value in recipe.items():
             if before.get(name) != value:
                 raise ConfigError(
@@ -280,6 +286,20 @@ def _check(args: argparse.Namespace) -> None:
         raise ConfigError(f"inner: must be a multiple of 16, got {args.inner}")
     if Path(args.output).suffix != ".safetensors":
         raise ConfigError(f"output: must end in .safetensors, got {args.output!r}")
+
+
+def _check_places(output: Path, work: Path) -> None:
+    """An hour of work should not end at a file that cannot be written."""
+    if output.is_dir():
+        raise ConfigError(f"output: {output} is a folder")
+    for name, folder in (("output", output.parent), ("work", work)):
+        probe = folder / f".{output.name}.probe"
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+            probe.touch()
+            probe.unlink()
+        except OSError as error:
+            raise ConfigError(f"{name}: {folder} cannot be written: {error.strerror or error}") from error
 
 
 if __name__ == "__main__":
