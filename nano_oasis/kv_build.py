@@ -17,7 +17,7 @@ from nano_oasis.kernels.dispatch import select_kernels
 from nano_oasis.memory.coordinator import PrefetchCoordinator
 from nano_oasis.memory.dense_kv import DenseKV, KVStore
 from nano_oasis.memory.host_tier import HostTier, HostTierError, num_blocks_for
-from nano_oasis.memory.huge_pages import ask_for_huge_pages
+from nano_oasis.memory.huge_pages import empty_on_huge_pages
 from nano_oasis.memory.kv_cache import KVCache
 from nano_oasis.memory.link import BlockMover, MemcpyLink
 from nano_oasis.memory.oasis_kv import OasisKV
@@ -77,9 +77,7 @@ def _make_oasis(
         log.warning("max_model_len reduced to %d tokens: that is all the host tier holds", max_len)
     heads = model.num_kv_heads // groups
     shape = (device_blocks * model.num_layers * groups, config.block_size, heads, model.head_dim)
-    keys, values = (torch.empty(shape, dtype=dtype, device=device) for _ in range(2))
-    for slab in (keys, values):
-        ask_for_huge_pages(slab)
+    keys, values = (empty_on_huge_pages(shape, dtype, device) for _ in range(2))
     slots_per_step = model.num_layers * groups * (-(-config.max_num_batched_tokens // config.block_size) + 2)
     if slots_per_step > len(keys):
         given = format_bytes(device_blocks * block_bytes)

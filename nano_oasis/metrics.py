@@ -196,8 +196,7 @@ class Metrics:
 
     @_contained
     def decodes(self, results: Sequence[tuple[int, int]]) -> None:
-        """A step's decoding requests: for each, (draft tokens verified, of these accepted and
-        given)."""
+        """A step's decoding requests: for each, (draft tokens verified, of these given)."""
         for proposed, right in results:
             self._decode_tokens.observe(right + 1)
             if not proposed:

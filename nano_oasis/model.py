@@ -111,10 +111,8 @@ class Model:
         pack = Int8Weight.of if int8 else _as_it_is
         self.config = config
         self.embed = weights.pop("embed")  # [V, H]
-        head = weights.pop("lm_head")
-        self.lm_head = (
-            _side_by_side([pack(head)])[0] if int8 else head
-        )  # [V, H]; the same tensor as embed when tied and not int8
+        head = weights.pop("lm_head")  # [V, H]; the same tensor as embed when tied
+        self.lm_head = _side_by_side([pack(head)])[0] if int8 else head
         self.final_norm = weights.pop("final_norm")
         self.layers = [_take_layer(config, weights, i, pack) for i in range(config.num_layers)]
         if weights:

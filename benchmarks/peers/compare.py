@@ -53,10 +53,11 @@ class Running:
                 start_new_session=True,
             )  # fmt: skip
         try:
-            self.model = self._wait()
+            model = self._wait()
         except BaseException:
             self.close()
             raise
+        self.target = Target(f"{self.url}/v1/completions", model, chat=False)
         self.start_s = time.perf_counter() - began
 
     def _wait(self, seconds: float = 300.0) -> str:
@@ -89,9 +90,8 @@ class Running:
 def measure(server: Running, prompts: list[str], new: int) -> dict[str, Any]:
     """One pass of all prompts at once. Raises LoadError when a request fails."""
     with server:
-        target = Target(f"{server.url}/v1/completions", server.model, chat=False)
         others = Others(server.process.pid)
-        sent = asyncio.run(send_all(target, prompts, new))
+        sent = asyncio.run(send_all(server.target, prompts, new))
         figures = summarise(sent, [50.0])
     if figures["failed"]:
         raise LoadError(f"{server.name}: {figures['errors'][0]}")
@@ -121,15 +121,15 @@ def main() -> int:
             running.append(Running(name, free_port(), load))
             with running[-1] as server:
                 warm = random_prompts(1, 16, 0, 0.0, seed=2)
-                asyncio.run(send_all(Target(f"{server.url}/v1/completions", server.model, False), warm, 8))
+                asyncio.run(send_all(server.target, warm, 8))
             print(f"{name}: ready after {server.start_s:.1f} s", file=sys.stderr)
         passes: dict[str, list[dict[str, Any]]] = {name: [] for name in names}
         for number in range(1 + args.repeats):
             for server in running:
                 figures = measure(server, prompts, args.output_len)
                 passes[server.name].append(figures)
-                rate = figures["decode_tokens_per_s"] or figures["output_tokens_per_s"]
-                print(f"pass {number}, {server.name}: {figures['seconds']:.1f} s, {rate:.1f} tokens/s, "
+                print(f"pass {number}, {server.name}: {figures['seconds']:.1f} s, "
+                      f"{_rate(figures):.1f} tokens/s, "
                       f"others {figures['others']:.2f} cores", file=sys.stderr)  # fmt: skip
     except LoadError as error:
         print(f"error: {error}", file=sys.stderr)
@@ -144,14 +144,16 @@ def main() -> int:
     return 0
 
 
+def _rate(figures: dict[str, Any]) -> float:
+    """Tokens/s, prompts left out if there was a time when all streams were decoding."""
+    return float(figures["decode_tokens_per_s"] or figures["output_tokens_per_s"])
+
+
 def _show(
     passes: dict[str, list[dict[str, Any]]], started: dict[str, float], args: argparse.Namespace
 ) -> None:
     """decode: tokens/s summed over streams while all of them decode, of the passes after the first."""
-    rates = {
-        name: Spread(tuple(p["decode_tokens_per_s"] or p["output_tokens_per_s"] for p in all_[1:] or all_))
-        for name, all_ in passes.items()
-    }
+    rates = {name: Spread(tuple(map(_rate, all_[1:] or all_))) for name, all_ in passes.items()}
     base = next(iter(rates.values())).median
     rows = []
     for name, all_ in passes.items():

@@ -43,7 +43,7 @@ def _ours(*options: str) -> Server:
 
 
 def _oasis(budget: int, *options: str) -> Server:
-    """A device with room for the working sets only: 2,000 tokens beside the budget for each stream."""
+    """A device with room for the working sets only: 512 tokens beside the budget for each stream."""
     token = 46_080  # bytes of fp32 KV, all layers
 
     def command(port: int, load: Load) -> list[str]:

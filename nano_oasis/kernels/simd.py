@@ -115,11 +115,16 @@ def arrays_of(context: Any, b: Any, signature: Any, args: Any) -> list[Any]:
     ]
 
 
-def splat_value(b: Any, value: ir.Value) -> ir.Value:
+def splat_value(b: Any, value: ir.Value, lanes: int = LANES) -> ir.Value:
     """A float or an int32 in every lane."""
-    kind = ir.VectorType(value.type, LANES)
+    kind = ir.VectorType(value.type, lanes)
     one = b.insert_element(ir.Constant(kind, ir.Undefined), value, _I32(0))
-    return b.shuffle_vector(one, one, _all_int(0))
+    return _shuffle(b, one, one, [0] * lanes)
+
+
+def add_product(b: Any, x: ir.Value, y: ir.Value, total: ir.Value) -> None:
+    """total, a place in memory that becomes a register, += x * y."""
+    b.store(b.fadd(b.fmul(x, y, flags=_FUSE), b.load(total), flags=_FUSE), total)
 
 
 def prefetch_at(b: Any, address: ir.Value) -> None:

@@ -17,7 +17,7 @@ from llvmlite import ir
 from numba import types
 from numba.core import cgutils
 
-from nano_oasis.kernels.simd import _F32, _FUSE, _I32, _four, arrays_of, intrinsic, prefetch_at
+from nano_oasis.kernels.simd import _F32, _four, add_product, arrays_of, intrinsic, prefetch_at, splat_value
 from nano_oasis.kernels.simd_dots import LANES, WIDE, _load
 
 TOKENS = 4  # of a tile of scores
@@ -31,16 +31,6 @@ def _token(b: Any, kv: Any, block: ir.Value, t: ir.Value, h: ir.Value) -> ir.Val
     size, heads, dim = (b.extract_value(kv.shape, i) for i in (1, 2, 3))
     place = b.add(b.mul(b.add(b.mul(block, size), t), heads), h)
     return b.gep(kv.data, [b.mul(place, dim)])
-
-
-def _splat(b: Any, value: ir.Value) -> ir.Value:
-    one = b.insert_element(ir.Constant(_VEC, ir.Undefined), value, _I32(0))
-    return b.shuffle_vector(one, one, ir.Constant(ir.VectorType(_I32, LANES), [0] * LANES))
-
-
-def _add_product(b: Any, x: ir.Value, y: ir.Value, total: ir.Value) -> None:
-    """total, a place in memory that becomes a register, += x * y."""
-    b.store(b.fadd(b.fmul(x, y, flags=_FUSE), b.load(total), flags=_FUSE), total)
 
 
 def make_score_tile(heads: int) -> Callable[..., Any]:
@@ -85,7 +75,7 @@ def make_score_tile(heads: int) -> Callable[..., Any]:
                     for j, start in enumerate(keys):
                         key = _load(b, start, d)
                         for query, row in zip(asked, sums, strict=True):
-                            _add_product(b, key, query, row[j])
+                            add_product(b, key, query, row[j])
             for i, row in enumerate(sums):
                 four = _four(b, [b.load(total) for total in row], b.fadd)
                 place = b.gep(scores.data, [b.add(b.mul(b.add(g, _I64(i)), width), at)])
@@ -135,9 +125,9 @@ def make_value_tile(heads: int) -> Callable[..., Any]:
                             prefetch_at(b, b.gep(then, [b.add(offset, _I64(line))]))
                         loaded = [_load(b, values, b.add(offset, _I64(part))) for part in places]
                         for share, totals in zip(shares, sums, strict=True):
-                            weight = _splat(b, b.load(b.gep(share, [loop.index])))
+                            weight = splat_value(b, b.load(b.gep(share, [loop.index])), LANES)
                             for value, total in zip(loaded, totals, strict=True):
-                                _add_product(b, weight, value, total)
+                                add_product(b, weight, value, total)
                     for row, totals in zip(rows, sums, strict=True):
                         for part, total in zip(places, totals, strict=True):
                             at = b.bitcast(b.gep(row, [b.add(d, _I64(part))]), _VEC.as_pointer())

@@ -20,8 +20,8 @@ from numba.core import cgutils
 
 from nano_oasis.kernels.simd import (
     _F32,
-    _FUSE,
     _four,
+    add_product,
     arrays_of,
     features,
     intrinsic,
@@ -67,8 +67,7 @@ def make_tile(rows: int, fetch: bool = True) -> Callable[..., Any]:
                 for j, p in enumerate(weights):
                     weight = _codes(b, p, k) if coded else _load(b, p, k)
                     for value, row in zip(loaded, sums, strict=True):
-                        product = b.fmul(weight, value, flags=_FUSE)
-                        b.store(b.fadd(product, b.load(row[j]), flags=_FUSE), row[j])
+                        add_product(b, weight, value, row[j])
             for i, row in enumerate(sums):
                 four = _four(b, [b.load(total) for total in row], b.fadd)
                 if coded:

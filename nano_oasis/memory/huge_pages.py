@@ -34,6 +34,15 @@ def ask_for_huge_pages(tensor: Tensor) -> bool:
     return bool(libc.madvise(ctypes.c_void_p(start), ctypes.c_size_t(size), ctypes.c_int(advice)) == 0)
 
 
+def empty_on_huge_pages(
+    shape: Sequence[int], dtype: torch.dtype, device: str | torch.device = "cpu"
+) -> Tensor:
+    """torch.empty, on large pages where there are any. Not zeroed: pages nobody touches cost no memory."""
+    tensor = torch.empty(shape, dtype=dtype, device=device)
+    ask_for_huge_pages(tensor)
+    return tensor
+
+
 def on_huge_pages(tensors: Sequence[Tensor]) -> list[Tensor]:
     """Contiguous copies, side by side in one piece of memory on large pages; for less than a page of them, or
     where there are none, the tensors themselves.

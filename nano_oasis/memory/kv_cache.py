@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import torch
 
 from nano_oasis.config import ModelConfig
-from nano_oasis.memory.huge_pages import ask_for_huge_pages
+from nano_oasis.memory.huge_pages import empty_on_huge_pages
 
 
 @dataclass
@@ -26,11 +26,7 @@ class KVCache:
         cls, config: ModelConfig, num_blocks: int, block_size: int, dtype: torch.dtype, device: str
     ) -> KVCache:
         shape = (config.num_layers, num_blocks, block_size, config.num_kv_heads, config.head_dim)
-        # Not zeroed: pages that no request has touched cost no memory on CPU.
-        slabs = [torch.empty(shape, dtype=dtype, device=device) for _ in range(2)]
-        for slab in slabs:
-            ask_for_huge_pages(slab)
-        return cls(*slabs)
+        return cls(*(empty_on_huge_pages(shape, dtype, device) for _ in range(2)))
 
     @property
     def num_blocks(self) -> int:

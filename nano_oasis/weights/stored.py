@@ -13,7 +13,7 @@ import gguf
 import numpy as np
 import torch
 
-from nano_oasis.memory.huge_pages import ask_for_huge_pages
+from nano_oasis.memory.huge_pages import empty_on_huge_pages
 from nano_oasis.weights.errors import CheckpointError
 
 PLAIN = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
@@ -50,8 +50,7 @@ def map_file(path: Path) -> mmap.mmap:
 def read_tensor(data: mmap.mmap, stored: StoredTensor, dtype: torch.dtype) -> torch.Tensor:
     """A new CPU tensor of `stored.shape` in `dtype`; the only full-size memory it takes is the result."""
     count = int(np.prod(stored.shape, dtype=np.int64))
-    out = torch.empty(count, dtype=dtype)
-    ask_for_huge_pages(out)  # of large ones: the table of embeddings is read whole for every token
+    out = empty_on_huge_pages((count,), dtype)  # the table of embeddings is read whole for every token
     if stored.kind in PLAIN:
         if count:
             out.copy_(torch.frombuffer(data, dtype=PLAIN[stored.kind], count=count, offset=stored.offset))
