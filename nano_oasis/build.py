@@ -13,6 +13,7 @@ import torch
 
 from nano_oasis.config import ConfigError, EngineConfig, EngineInfo, ModelConfig, default_threads
 from nano_oasis.engine import Deliver, Engine, call_sinks
+from nano_oasis.kernels.dispatch import numba_works
 from nano_oasis.kv_build import make_memory
 from nano_oasis.memory.blocks import BlockManager
 from nano_oasis.metrics import Metrics
@@ -49,20 +50,19 @@ def build_engine(
     tokenizer = load_tokenizer(path, template)
     report("tokenizer", 1, 1)
     dtype = _dtype(config, device)
-    if config.weights == "int8" and (device, dtype) != ("cpu", torch.float32):
-        raise ConfigError(
-            f"weights: int8 needs device=cpu and dtype=float32; got {device} and {config.dtype}"
-        )
+    matrices = _matrices(config, device, dtype)
     # On CPU the KV pool comes first: sizes that do not fit are refused before the slow part.
     memory = (
         make_memory(config, model_config, wanted_len, dtype, device) if dtype and device == "cpu" else None
     )
     try:
-        checkpoint = load_checkpoint(path, dtype, device, lambda done, total: report("weights", done, total))
+        checkpoint = load_checkpoint(
+            path, dtype, device, lambda done, total: report("weights", done, total), matrices
+        )
         memory = memory or make_memory(config, model_config, wanted_len, checkpoint.dtype, device)
-        model = Model(model_config, checkpoint.tensors, memory.max_len, config.weights == "int8")
+        model = Model(model_config, checkpoint.tensors, memory.max_len, checkpoint.dtype)
         known_ids = min(tokenizer.vocab_size, model_config.vocab_size)
-        draft = make_draft(config, model, known_ids, memory.max_len, tokenizer)
+        draft = make_draft(config, model, known_ids, memory.max_len, tokenizer, matrices)
         name = config.served_model_name or default_name(config.model, path)
         info = EngineInfo(
             model_name=name,
@@ -128,6 +128,18 @@ def _device(config: EngineConfig) -> str:
     if config.device == "auto":
         return "cuda" if torch.cuda.is_available() else "cpu"
     return config.device
+
+
+def _matrices(config: EngineConfig, device: str, dtype: torch.dtype | None) -> str:
+    """load_checkpoint's `matrices`."""
+    fp32 = (device, dtype) == ("cpu", torch.float32)
+    if config.weights == "auto":
+        return "stored" if fp32 and numba_works() else "full"
+    if not fp32:
+        raise ConfigError(
+            f"weights: {config.weights} needs device=cpu and dtype=float32; got {device} and {config.dtype}"
+        )
+    return "full" if config.weights == "float32" else config.weights
 
 
 def _dtype(config: EngineConfig, device: str) -> torch.dtype | None:

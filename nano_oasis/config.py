@@ -137,8 +137,9 @@ class EngineConfig:
     served_model_name: str | None = _opt(None, "name in the API; default: derived from --model")
     dtype: str = _opt("auto", "weights and KV", choices=("auto", "float32", "bfloat16", "float16"))
     weights: str = _opt(
-        "auto", "linear layers: auto = as dtype; int8 = 8 bits and a scale per row (CPU, float32)",
-        choices=("auto", "int8"),
+        "auto",
+        "how matrices are kept on a CPU: auto = as the file has them; int8 = 8 bits, a scale for each 32",
+        choices=("auto", "float32", "float16", "int8"),
     )  # fmt: skip
     device: str = _opt("auto", "where the model runs", choices=("auto", "cpu", "cuda"))
     threads: int = _opt(0, "CPU threads of the step; 0 = OMP_NUM_THREADS, else all cores", low=0, high=1024)

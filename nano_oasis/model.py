@@ -14,21 +14,19 @@ Must not know: requests, sampling, files. What to attend to is an argument, neve
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
-import torch.nn.functional as F
 
 from nano_oasis.config import ModelConfig
-from nano_oasis.kernels.int8_weight import Int8Weight
-from nano_oasis.kernels.linear import Matrix, linear
+from nano_oasis.kernels.linear import linear
+from nano_oasis.kernels.matrix import Matrix, join, parts_of, rebuilt, rows_of
 from nano_oasis.kernels.pointwise import add_norm, gated, norm_rotate
 from nano_oasis.memory.dense_kv import KVView
 from nano_oasis.memory.huge_pages import on_huge_pages
 from nano_oasis.rope import rope_table
-
-Weights = dict[str, torch.Tensor]
 
 
 @dataclass
@@ -53,23 +51,22 @@ class Layer:
     local_rope: bool
 
 
-def _take_layer(config: ModelConfig, w: Weights, i: int, pack: Callable[[torch.Tensor], Matrix]) -> Layer:
+def _take_layer(config: ModelConfig, w: dict[str, Any], i: int) -> Layer:
     """Move layer i's tensors out of `w`, fusing as it goes, so no layer exists twice for long."""
 
     def take(name: str) -> torch.Tensor | None:
         return w.pop(f"layers.{i}.{name}", None)
 
-    def fuse(*names: str) -> torch.Tensor:
-        return torch.cat([w.pop(f"layers.{i}.{n}") for n in names])
+    def fuse(*names: str) -> Matrix:
+        return join([w.pop(f"layers.{i}.{n}") for n in names])
 
     def fuse_bias(wanted: bool, *names: str) -> torch.Tensor | None:
-        return fuse(*names) if wanted else None
+        return torch.cat([w.pop(f"layers.{i}.{n}") for n in names]) if wanted else None
 
     window = config.window(i)
-    qkv, out, gate_up, down = _side_by_side([
-        pack(fuse("q", "k", "v")), pack(w.pop(f"layers.{i}.o")), pack(fuse("gate", "up")),
-        pack(w.pop(f"layers.{i}.down")),
-    ])  # fmt: skip
+    qkv, out, gate_up, down = _side_by_side(
+        [fuse("q", "k", "v"), w.pop(f"layers.{i}.o"), fuse("gate", "up"), w.pop(f"layers.{i}.down")]
+    )
     return Layer(
         attn_norm=w.pop(f"layers.{i}.attn_norm"),
         qkv=qkv,
@@ -90,34 +87,29 @@ def _take_layer(config: ModelConfig, w: Weights, i: int, pack: Callable[[torch.T
     )
 
 
-def _as_it_is(weight: torch.Tensor) -> torch.Tensor:
-    return weight
-
-
 def _side_by_side(matrices: list[Matrix]) -> list[Matrix]:
     """Where a layer's matrices lie in memory decides how fast a step of few rows can read them."""
-    numbers = [m.codes if isinstance(m, Int8Weight) else m for m in matrices]
-    return [
-        Int8Weight(placed, m.scales) if isinstance(m, Int8Weight) else placed
-        for m, placed in zip(matrices, on_huge_pages(numbers), strict=True)
-    ]
+    placed = iter(on_huge_pages([part for m in matrices for part in parts_of(m)]))
+    return [rebuilt(m, [next(placed) for _ in parts_of(m)]) for m in matrices]
 
 
 class Model:
-    """Weights on one device, ready to run. `max_len` is the longest position plus one; int8: linear layers in
-    eight bits."""
+    """Weights on one device, ready to run."""
 
-    def __init__(self, config: ModelConfig, weights: Weights, max_len: int, int8: bool = False) -> None:
-        pack = Int8Weight.of if int8 else _as_it_is
-        self.config = config
-        self.embed = weights.pop("embed")  # [V, H]
-        head = weights.pop("lm_head")  # [V, H]; the same tensor as embed when tied
-        self.lm_head = _side_by_side([pack(head)])[0] if int8 else head
+    def __init__(
+        self, config: ModelConfig, weights: dict[str, Any], max_len: int, dtype: torch.dtype | None = None
+    ) -> None:
+        """weights: by canonical name, see weights.Checkpoint; emptied. max_len: the longest position plus
+        one. dtype: of activations; matrices may be kept in another format. Default: the embedding's."""
+        embed, head = weights.pop("embed"), weights.pop("lm_head")
+        self.config, self.dtype = config, dtype or embed.dtype
+        (self.embed,) = _side_by_side([embed])  # [V, H]
+        self.lm_head = self.embed if head is embed else _side_by_side([head])[0]  # [V, H]
         self.final_norm = weights.pop("final_norm")
-        self.layers = [_take_layer(config, weights, i, pack) for i in range(config.num_layers)]
+        self.layers = [_take_layer(config, weights, i) for i in range(config.num_layers)]
         if weights:
             raise ValueError(f"tensors left over after loading: {', '.join(sorted(weights)[:5])}")
-        device = self.embed.device
+        self.device = device = self.embed.device
         self.rope = rope_table(config.rope, config.head_dim, max_len).to(device)
         self.rope_local = (
             rope_table(config.rope_local, config.head_dim, max_len).to(device) if config.rope_local else None
@@ -126,7 +118,7 @@ class Model:
         self.weight_bytes = sum(t.nbytes for t in self._read())
         self.num_weights = sum(t.numel() for t in self._read())
         # The reference rounds the scale to the weights' dtype before multiplying.
-        self.embed_scale = float(torch.tensor(config.embed_scale).to(self.embed.dtype))
+        self.embed_scale = float(torch.tensor(config.embed_scale).to(self.dtype))
 
     def forward(
         self,
@@ -140,7 +132,7 @@ class Model:
         token_ids, positions: [T] int64, the rows of the step one after another. layers: those to run, for
         drafts; default: all. Returns [T, H].
         """
-        x = F.embedding(token_ids, self.embed)  # [T, H]
+        x = rows_of(self.embed, token_ids, self.dtype)  # [T, H]
         if self.embed_scale != 1.0:
             x = x * self.embed_scale
         eps = self.config.rms_eps
@@ -181,5 +173,5 @@ class Model:
     def _read(self) -> list[Matrix]:
         tensors: list[Matrix] = [self.lm_head, self.final_norm]
         for layer in self.layers:
-            tensors += [t for t in vars(layer).values() if isinstance(t, (torch.Tensor, Int8Weight))]
+            tensors += [t for t in vars(layer).values() if isinstance(t, Matrix)]
         return tensors

@@ -12,6 +12,7 @@ from oasis_engines import dense_engine, model_of
 from safetensors.torch import load_file, save_file
 
 from nano_oasis.config import ConfigError
+from nano_oasis.kernels.packed_weight import PackedWeight
 from nano_oasis.memory.dense_kv import DenseKV
 from nano_oasis.model import Model
 from nano_oasis.request import Request, SamplingParams, ScheduledRow
@@ -124,9 +125,9 @@ def test_the_same_model_in_another_format_is_known(folder, trained):
     coarse = Model(checkpoint.config, checkpoint.tensors, 64)
     assert not torch.equal(coarse.embed, model_of(folder).embed)
     DraftHead.load(trained, coarse)
-    checkpoint = load_checkpoint(folder, torch.float32)
-    head = DraftHead.load(trained, Model(checkpoint.config, checkpoint.tensors, 64, int8=True))
-    assert head.rows.dtype == torch.float32
+    checkpoint = load_checkpoint(folder, torch.float32, matrices="int8")
+    head = DraftHead.load(trained, Model(checkpoint.config, checkpoint.tensors, 64, checkpoint.dtype))
+    assert isinstance(head.rows, PackedWeight) and len(head.rows) == 128
 
 
 def test_another_model_is_refused(folder, trained, tmp_path):

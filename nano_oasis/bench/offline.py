@@ -97,7 +97,7 @@ class Floor:
         model: Any = llm.engine.runner.model
         self._config = llm.engine.model_config
         self._kv: Any = llm.engine.runner.kv
-        self._item = model.embed.element_size()  # of KV too
+        self._item = model.dtype.itemsize  # of KV too
         self._products, self._head_products = model.num_weights, model.lm_head.numel()
         self._weights = model.weight_bytes
         self._options = llm.config

@@ -56,7 +56,9 @@ class Decoder:
     ) -> Decoder:  # fmt: skip
         """Raises weights.CheckpointError."""
         checkpoint = load_checkpoint(path, dtype, "cpu", progress)
-        return cls(checkpoint.config, Model(checkpoint.config, checkpoint.tensors, max_len), tokenizer, dtype)
+        return cls(
+            checkpoint.config, Model(checkpoint.config, checkpoint.tensors, max_len, dtype), tokenizer, dtype
+        )
 
     @torch.inference_mode()
     def play(

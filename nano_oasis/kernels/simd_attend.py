@@ -18,7 +18,7 @@ from numba import types
 from numba.core import cgutils
 
 from nano_oasis.kernels.simd import _F32, _four, add_product, arrays_of, intrinsic, prefetch_at, splat_value
-from nano_oasis.kernels.simd_dots import LANES, WIDE, _load
+from nano_oasis.kernels.simd_weights import LANES, WIDE, load_floats
 
 TOKENS = 4  # of a tile of scores
 MOST_HEADS = 4
@@ -71,9 +71,9 @@ def make_score_tile(heads: int) -> Callable[..., Any]:
                     prefetch_at(b, b.gep(x, [line]))
                 for part in range(0, _LINE, LANES):
                     d = b.add(line, _I64(part))
-                    asked = [_load(b, x, d) for x in queries]
+                    asked = [load_floats(b, x, d) for x in queries]
                     for j, start in enumerate(keys):
-                        key = _load(b, start, d)
+                        key = load_floats(b, start, d)
                         for query, row in zip(asked, sums, strict=True):
                             add_product(b, key, query, row[j])
             for i, row in enumerate(sums):
@@ -118,12 +118,12 @@ def make_value_tile(heads: int) -> Callable[..., Any]:
                 with cgutils.for_range_slice(b, first, stop, _I64(width)) as (d, _):
                     for row, totals in zip(rows, sums, strict=True):
                         for part, total in zip(places, totals, strict=True):
-                            b.store(_load(b, row, b.add(d, _I64(part))), total)
+                            b.store(load_floats(b, row, b.add(d, _I64(part))), total)
                     with cgutils.for_range(b, count) as loop:
                         offset = b.add(b.mul(loop.index, stride), d)
                         for line in range(0, width, _LINE):
                             prefetch_at(b, b.gep(then, [b.add(offset, _I64(line))]))
-                        loaded = [_load(b, values, b.add(offset, _I64(part))) for part in places]
+                        loaded = [load_floats(b, values, b.add(offset, _I64(part))) for part in places]
                         for share, totals in zip(shares, sums, strict=True):
                             weight = splat_value(b, b.load(b.gep(share, [loop.index])), LANES)
                             for value, total in zip(loaded, totals, strict=True):

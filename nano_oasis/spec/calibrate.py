@@ -65,7 +65,7 @@ def _write(model: Model, num_tokens: int) -> tuple[Tensor, DenseKV, Request]:
     size = 16
     length = min(TOKENS, len(model.rope))
     blocks = -(-length // size)
-    device, dtype = model.embed.device, model.embed.dtype
+    device, dtype = model.device, model.dtype
     cache = KVCache.allocate(model.config, blocks, size, dtype, str(device))
     kv = DenseKV(cache, select_kernels(device, dtype), str(device))
     first = model.config.bos_token_id or 0

@@ -31,6 +31,7 @@ from torch import Tensor
 
 from nano_oasis.config import ConfigError
 from nano_oasis.kernels.linear import linear
+from nano_oasis.kernels.matrix import rows_of, take
 from nano_oasis.model import Model
 
 FORMAT = "nano_oasis draft head 1"
@@ -90,12 +91,11 @@ class DraftHead:
     def __init__(
         self, config: HeadConfig, weights: dict[str, Tensor], draft_ids: Tensor, model: Model
     ) -> None:
-        like = model.embed
         self.config = config
-        self.weights = {n: w.to(like.device, like.dtype).contiguous() for n, w in weights.items()}
-        self.draft_ids = draft_ids.to(like.device, torch.int64)  # [D] ascending
-        self.rows = model.lm_head[self.draft_ids].contiguous()  # [D, H]
-        self.embed = model.embed
+        self.weights = {n: w.to(model.device, model.dtype).contiguous() for n, w in weights.items()}
+        self.draft_ids = draft_ids.to(model.device, torch.int64)  # [D] ascending
+        self.rows = take(model.lm_head, self.draft_ids)  # [D, H]
+        self.embed, self.dtype, self.device = model.embed, model.dtype, model.device
         self.metadata: dict[str, Any] = {}
 
     @classmethod
@@ -139,8 +139,8 @@ class DraftHead:
         tokens and their probability among the tokens that can be drafted.
         """
         # [n, H]; RMSNorm makes the target's embed_scale irrelevant.
-        embedded = F.embedding(tokens.to(self.embed.device), self.embed)
-        state = advance(self.weights, state.to(self.embed.dtype), embedded, self.config.blocks)
+        embedded = rows_of(self.embed, tokens.to(self.device), self.dtype)
+        state = advance(self.weights, state.to(self.dtype), embedded, self.config.blocks)
         logits = linear(state, self.rows).float()  # [n, D]
         best, at = logits.max(dim=1)
         return state.float(), self.draft_ids[at], (best - logits.logsumexp(dim=1)).exp()
@@ -152,7 +152,7 @@ def fingerprint(model: Model) -> Tensor:
     parts = []
     for matrix in (model.embed, layer.gate_up, layer.down):
         width, step = matrix.shape[1], matrix.shape.numel() // _SAMPLES
-        at = torch.arange(_SAMPLES, device=model.embed.device) * step + step // 2
+        at = torch.arange(_SAMPLES, device=model.device) * step + step // 2
         parts.append(matrix[at // width].gather(1, (at % width)[:, None])[:, 0].float().cpu())
     return torch.stack(parts)
 

@@ -32,11 +32,13 @@ _MODEL_KV = 2**28  # bytes of the draft model's own KV, at most
 
 
 def make_draft(
-    config: EngineConfig, model: Model, num_tokens: int, max_len: int, tokenizer: Tokenizer | None = None
-) -> Draft | None:
+    config: EngineConfig, model: Model, num_tokens: int, max_len: int, tokenizer: Tokenizer | None = None,
+    matrices: str = "full",
+) -> Draft | None:  # fmt: skip
     """The draft that config.draft names; None for none. num_tokens: ids the tokenizer knows.
 
-    tokenizer: the model's, with which a draft model's is compared if given.
+    tokenizer: the model's, with which a draft model's is compared if given. matrices: how a draft model's are
+    kept, see load_checkpoint.
 
     Raises ConfigError where it cannot be made for this model, weights.CheckpointError for a draft model's
     files.
@@ -47,7 +49,7 @@ def make_draft(
     if kind == "self":
         return SelfDraft(model, _layers(config, model, num_tokens), num_tokens)
     if kind == "model":
-        return _model_draft(config, model, num_tokens, max_len, tokenizer)
+        return _model_draft(config, model, num_tokens, max_len, tokenizer, matrices)
     if kind == "head":
         path = config.draft_head or head_path(model)
         if path is None:
@@ -96,8 +98,9 @@ def _is_path(text: str) -> bool:
 
 
 def _model_draft(
-    config: EngineConfig, model: Model, num_tokens: int, max_len: int, tokenizer: Tokenizer | None
-) -> ModelDraft:
+    config: EngineConfig, model: Model, num_tokens: int, max_len: int, tokenizer: Tokenizer | None,
+    matrices: str,
+) -> ModelDraft:  # fmt: skip
     assert config.draft_model is not None, "refused by EngineConfig"
     try:
         path = resolve_model(config.draft_model)
@@ -117,12 +120,12 @@ def _model_draft(
                 f"draft_model: token {wrong} is {other.token_text(wrong)!r} in its vocabulary and "
                 f"{tokenizer.token_text(wrong)!r} in the model's; a draft model must have the same"
             )
-    device, dtype = model.embed.device, model.embed.dtype
-    checkpoint = load_checkpoint(path, dtype, str(device))
+    device, dtype = model.device, model.dtype
+    checkpoint = load_checkpoint(path, dtype, str(device), matrices=matrices)
     length = min(max_len, small.max_position)
     block_bytes = small.kv_bytes_per_token(dtype.itemsize) * config.block_size
     enough = -(-length // config.block_size)
     blocks = max(min(_MODEL_KV // block_bytes, enough * config.max_num_seqs), enough)
     cache = KVCache.allocate(small, blocks, config.block_size, dtype, str(device))
-    draft = Model(small, checkpoint.tensors, length, config.weights == "int8")
+    draft = Model(small, checkpoint.tensors, length, dtype)
     return ModelDraft(draft, DenseKV(cache, select_kernels(device, dtype), str(device)), length, num_tokens)

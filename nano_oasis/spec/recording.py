@@ -66,7 +66,7 @@ class Recorder:
         self.max_prompt = min(1024, model.rope.shape[0] - max_tokens - 1)
         per_seat = -(-(self.max_prompt + max_tokens) // BLOCK)
         self._blocks = [list(range(i * per_seat, (i + 1) * per_seat)) for i in range(SEATS)]
-        device, dtype = model.embed.device.type, model.embed.dtype
+        device, dtype = model.device.type, model.dtype
         cache = KVCache.allocate(model.config, SEATS * per_seat, BLOCK, dtype, device)
         self.kv = DenseKV(cache, select_kernels(device, dtype), device)
 
@@ -102,7 +102,7 @@ class Recorder:
 
     def _step(self, rows: list[ScheduledRow], seats: list[_Seat]) -> None:
         """rows[i] belongs to seats[i]."""
-        device = self.model.embed.device
+        device = self.model.device
         ids = [i for row in rows for i in row.request.tokens(row.start, row.start + row.num_tokens)]
         positions = [p for row in rows for p in range(row.start, row.start + row.num_tokens)]
         hidden = self.model.forward(

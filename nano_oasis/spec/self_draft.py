@@ -32,7 +32,7 @@ class SelfDraft:
     def propose(self, rows: Sequence[ScheduledRow], kv: Any) -> list[list[int]]:
         def step(going: list[int], tokens: Tensor, done: int) -> tuple[Tensor, Tensor]:
             at = [ScheduledRow(rows[i].request, rows[i].start + done, 1, samples=True) for i in going]
-            device = self.model.embed.device
+            device = self.model.device
             positions = torch.tensor([row.start for row in at], device=device)
             hidden = self.model.forward(tokens.to(device), positions, kv.peek(at), self.layers)  # [n, H]
             return best_of(self.model.logits(hidden)[:, : self.num_tokens])

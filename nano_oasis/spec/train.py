@@ -153,7 +153,7 @@ class Run:
             found = load_checkpoint(
                 self.path, wanted, "cpu", lambda done, total: loading("weights", done, total)
             )
-        return Model(found.config, found.tensors, self.max_len)
+        return Model(found.config, found.tensors, self.max_len, found.dtype)
 
     def _claim(self, model: Model) -> None:
         """The work folder belongs to one model and one set of prompts. Raises ConfigError if to another."""
@@ -241,7 +241,7 @@ class Run:
         config = HeadConfig(hidden, inner, args.blocks, min(args.vocab, self.num_tokens) // 4 * 4)
         draft_ids = draft_vocabulary(texts, self.num_tokens, config.vocab)
         trainer = Trainer(
-            config, Texts.of(texts), model.embed, model.lm_head[:], draft_ids, steps=args.steps,
+            config, Texts.of(texts), model.embed[:], model.lm_head[:], draft_ids, steps=args.steps,
             batch=args.batch, lr=args.lr, seed=args.seed, half=args.products == "bfloat16",
         )  # fmt: skip
         names = ("steps", "batch", "lr", "products", "seed", "tokens", "blocks")

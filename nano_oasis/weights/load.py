@@ -11,15 +11,19 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 
 from nano_oasis.config import ModelConfig
+from nano_oasis.kernels.matrix import Matrix, take
+from nano_oasis.kernels.packed_weight import GROUP, PackedWeight
 from nano_oasis.weights.config_gguf import config_from_gguf
 from nano_oasis.weights.config_json import config_from_folder
 from nano_oasis.weights.errors import CheckpointError, some
 from nano_oasis.weights.gguf_scan import scan_gguf_parts
 from nano_oasis.weights.names import HF_PREFIXES, gguf_name, hf_name, is_norm, parameter_shapes
+from nano_oasis.weights.packed import can_pack, read_packed
 from nano_oasis.weights.safetensors_scan import scan_folder
 from nano_oasis.weights.stored import PLAIN, QUANTISED, StoredTensor, map_file, read_tensor
 
@@ -30,7 +34,8 @@ _READERS = 8  # threads
 
 @dataclass
 class Checkpoint:
-    """A loaded model. Linear weights are [out, in] in `dtype`; norm weights are float32 multipliers.
+    """A loaded model. Matrices are [out, in] in `dtype`, or as load_checkpoint's `matrices` says; norms'
+    weights are float32 multipliers.
 
     Names: embed [V, H], final_norm [H], lm_head [V, H] (the embed object itself when tied), and for each
     layer layers.<i>. attn_norm, q, k, v, o, mlp_norm, gate, up, down, where the family has them q_bias,
@@ -39,7 +44,7 @@ class Checkpoint:
     """
 
     config: ModelConfig
-    tensors: dict[str, torch.Tensor]
+    tensors: dict[str, Any]  # torch.Tensor, of matrices also PackedWeight
     dtype: torch.dtype
 
 
@@ -66,11 +71,14 @@ def load_checkpoint(
     dtype: torch.dtype | None,
     device: torch.device | str = "cpu",
     progress: Callable[[int, int], None] | None = None,
+    matrices: str = "full",
 ) -> Checkpoint:
     """Load a model folder or a GGUF file (see resolve_model for names).
 
     dtype None means float32 on CPU, elsewhere bfloat16, or float16 if that is what the file holds.
-    `progress(done, total)` counts bytes of the file. Raises CheckpointError naming file and tensor.
+    `progress(done, total)` counts bytes of the file. matrices: "full": in dtype; "stored": in the file's own
+    numbers where kernels read them, 16 bits or packed, else in dtype; "float16" or "int8": rounded to that.
+    Raises CheckpointError naming file and tensor.
     """
     source = _open(path)
     config = source.config
@@ -81,12 +89,13 @@ def load_checkpoint(
         raise CheckpointError.at(path, "Gemma 3's activations overflow float16; use bfloat16 or float32")
     total = sum(stored.nbytes for stored in source.stored.values())
     done = 0
-    tensors: dict[str, torch.Tensor] = dict.fromkeys(source.stored, torch.empty(0))  # keeps the order
+    tensors: dict[str, Any] = dict.fromkeys(source.stored)  # keeps the order
     in_file_order = sorted(source.stored.items(), key=lambda item: (item[1].path, item[1].offset))
     files = {path: map_file(path) for path in {stored.path for stored in source.stored.values()}}
 
-    def read(item: tuple[str, StoredTensor]) -> torch.Tensor:
-        return _read(*item, files[item[1].path], source, dtype).to(device)
+    def read(item: tuple[str, StoredTensor]) -> Matrix:
+        found = _read(*item, files[item[1].path], source, dtype, matrices)
+        return found.to(device) if isinstance(found, torch.Tensor) else found
 
     with ThreadPoolExecutor(min(torch.get_num_threads(), _READERS)) as readers:
         # Unpacking quantised weights keeps one core busy for longer than reading them keeps the disk.
@@ -100,23 +109,40 @@ def load_checkpoint(
 
 
 def _read(
-    name: str, stored: StoredTensor, data: mmap.mmap, source: _Source, dtype: torch.dtype
-) -> torch.Tensor:
+    name: str, stored: StoredTensor, data: mmap.mmap, source: _Source, dtype: torch.dtype, matrices: str
+) -> Matrix:
     """One parameter as the decoder wants it. Norms stay float32: 1 + w would lose bits in less."""
-    tensor = read_tensor(data, stored, torch.float32 if is_norm(name) else dtype)
     if is_norm(name):
-        return tensor + 1 if source.norms_minus_one else tensor
+        norm = read_tensor(data, stored, torch.float32)
+        return norm + 1 if source.norms_minus_one else norm
+    found = _read_numbers(data, stored, dtype, matrices if len(stored.shape) == 2 else "full")
     part = name.rpartition(".")[2]
     if source.interleaved_rope and part in ("q", "q_bias"):
-        return _halves(tensor, source.config.num_heads)
+        return take(found, _halves(stored.shape[0], source.config.num_heads))
     if source.interleaved_rope and part in ("k", "k_bias"):
-        return _halves(tensor, source.config.num_kv_heads)
-    return tensor
+        return take(found, _halves(stored.shape[0], source.config.num_kv_heads))
+    return found
 
 
-def _halves(rows: torch.Tensor, heads: int) -> torch.Tensor:
-    """Undo llama.cpp's row order [heads * D, ...]: rope pairs from (2i, 2i + 1) back to (i, i + D / 2)."""
-    return rows.view(heads, -1, 2, *rows.shape[1:]).transpose(1, 2).reshape(rows.shape)
+def _read_numbers(data: mmap.mmap, stored: StoredTensor, dtype: torch.dtype, matrices: str) -> Matrix:
+    if matrices == "stored" and can_pack(stored):
+        return read_packed(data, stored)
+    if matrices == "stored" and stored.kind in PLAIN:
+        return read_tensor(data, stored, PLAIN[stored.kind])
+    full = read_tensor(data, stored, dtype)
+    if matrices == "int8" and stored.shape[1] % GROUP == 0:
+        return PackedWeight.of(full)
+    if matrices != "float16":
+        return full
+    half = full.half()
+    if not bool(half.isfinite().all()):
+        raise CheckpointError.at(stored.path, f"tensor {stored.name!r} has weights too large for float16")
+    return half
+
+
+def _halves(rows: int, heads: int) -> torch.Tensor:
+    """Undo llama.cpp's order of rows [heads * D]: rope pairs from (2i, 2i + 1) back to (i, i + D / 2)."""
+    return torch.arange(rows).view(heads, -1, 2).transpose(1, 2).flatten()
 
 
 def _default_dtype(source: _Source, device: torch.device) -> torch.dtype:
