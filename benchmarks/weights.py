@@ -1,11 +1,12 @@
-"""What weights in eight bits cost: KL of the next token to fp32 weights, along real text.
+"""What each format of the weights costs: KL of the next token to fp32 weights, along real text.
 
 Owns: the table in docs/04-weights.md, run by hand: python benchmarks/weights.py [--tokens 1024 FILE...].
 Must not know: the engine; it runs the model over each text once per precision.
 
-`int8` is --weights int8. The others are not in the engine and stand here to show why: `int8 activations`
-also rounds what goes into each layer, with one scale per row of activations (dynamic quantisation, as
-FBGEMM does it, and with smaller groups llama.cpp); `int4` has four bits per weight.
+The first four are what --weights takes. The others are not in the engine and stand here to show why: one
+scale for each output channel; `int8 activations` also rounds what goes into each layer, with one scale per
+row of activations (dynamic quantisation, as FBGEMM does it, and with smaller groups llama.cpp); `int4` has
+four bits per weight. The embedding table, where it is no output head, is left alone in these.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from nano_oasis import model as model_module
+from nano_oasis import layer as layer_module
 from nano_oasis.kernels.dispatch import select_kernels
 from nano_oasis.kernels.linear import linear
 from nano_oasis.memory.dense_kv import DenseKV
@@ -45,18 +46,25 @@ def with_int8_inputs(x: Tensor, weight: object, bias: Tensor | None = None) -> T
     return linear(rounded(x, 127), weight, bias)
 
 
-def in_groups(most: int) -> Callable[..., Tensor]:
-    """32 weights have one scale, the largest is `most`."""
+def in_groups(size: int, most: int) -> Callable[..., Tensor]:
+    """`size` weights have one scale, the largest is `most`; 0: all of an output channel have."""
 
     def product(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-        return F.linear(x, rounded(weight.unflatten(1, (-1, 32)), most).reshape(weight.shape), bias)
+        groups = weight.unflatten(1, (-1, size)) if size else weight
+        return F.linear(x, rounded(groups, most).reshape(weight.shape), bias)
 
     return product
 
 
+# name: load_checkpoint's `matrices`, another product in the layers or None, bytes a weight of that product
 VARIANTS = {
-    "int8": (True, linear), "int8, int8 activations": (True, with_int8_inputs),
-    "int8 in groups of 32": (False, in_groups(127)), "int4 in groups of 32": (False, in_groups(7)),
+    "float32": ("full", None, 4.0),
+    "float16": ("float16", None, 2.0),
+    "int8": ("int8", None, 1.0),
+    "auto": ("stored", None, 0.0),
+    "int8, int8 activations": ("int8", with_int8_inputs, 1.0),
+    "int8, one scale a channel": ("full", in_groups(0, 127), 1.0),
+    "int4 in groups of 32": ("full", in_groups(32, 7), 0.5 + 2 / 32),
 }  # fmt: skip
 
 
@@ -82,29 +90,26 @@ def main() -> None:
     tokenizer = load_tokenizer(path)
     texts = [tokenizer.encode(Path(t).read_text(errors="replace"))[: args.tokens] for t in args.texts]
 
-    def load(int8: bool) -> Model:
-        checkpoint = load_checkpoint(path, torch.float32)
-        return Model(checkpoint.config, checkpoint.tensors, args.tokens + 1, int8)
+    def load(matrices: str) -> Model:
+        checkpoint = load_checkpoint(path, torch.float32, matrices=matrices)
+        return Model(checkpoint.config, checkpoint.tensors, args.tokens + 1, torch.float32)
 
-    exact = load(False)
+    exact = load("full")
     truth = [logprobs(exact, ids) for ids in texts]
     print(f"{path.name}, {sum(map(len, texts))} tokens of {len(texts)} texts, against fp32 weights")
     print(f"{'':26}{'MB a step':>10}{'mean KL':>10}{'p99 KL':>10}{'same top':>10}{'perplexity':>12}")
-    mb = exact.weight_bytes / 1e6
-    print(f"{'fp32':26}{mb:10.0f}{'':30}{perplexity(truth, texts):12.3f}", flush=True)
-    for name, (int8, product) in VARIANTS.items():
-        model = load(True) if int8 else exact
-        model_module.linear = product
+    for name, (matrices, product, bytes_each) in VARIANTS.items():
+        model = load(matrices)
+        if product is not None:
+            layer_module.linear = product
+            for layer in model.layers:
+                layer.compiled = None  # its products are its own
         found = [logprobs(model, ids) for ids in texts]
-        model_module.linear = linear
+        layer_module.linear = linear
         pairs = list(zip(truth, found, strict=True))
         kl = torch.cat([(a.exp() * (a - b)).sum(-1) for a, b in pairs]).clamp_min(0)
         same = torch.cat([a.argmax(-1) == b.argmax(-1) for a, b in pairs]).float().mean()
-        mb = (
-            model.weight_bytes / 1e6
-            if int8
-            else exact.num_weights * (name.startswith("int4") / -2 + 1 + 2 / 32) / 1e6
-        )
+        mb = (exact.num_weights * bytes_each if matrices == "full" else model.weight_bytes) / 1e6
         print(
             f"{name:26}{mb:10.0f}{kl.mean():10.5f}{kl.quantile(0.99):10.4f}{same:10.1%}"
             f"{perplexity(found, texts):12.3f}",

@@ -1,6 +1,7 @@
 """The decoder: one forward pass for every supported family.
 
-Owns: weights and the arithmetic of a layer. The families differ only in ModelConfig's fields:
+Owns: where each weight goes, and the way through the layers (layer.py). The families differ only in
+ModelConfig's fields:
 
     | family       | bias on q,k,v | q/k norm | norms after blocks | windows | activation | embed scale |
     | llama        | config        | no       | no                 | none    | silu       | 1           |
@@ -15,7 +16,6 @@ Must not know: requests, sampling, files. What to attend to is an argument, neve
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -23,32 +23,11 @@ import torch
 from nano_oasis.config import ModelConfig
 from nano_oasis.kernels.linear import linear
 from nano_oasis.kernels.matrix import Matrix, join, parts_of, rebuilt, rows_of
-from nano_oasis.kernels.pointwise import add_norm, gated, norm_rotate
+from nano_oasis.kernels.pointwise import add_norm
+from nano_oasis.layer import Layer
 from nano_oasis.memory.dense_kv import KVView
 from nano_oasis.memory.huge_pages import on_huge_pages
 from nano_oasis.rope import rope_table
-
-
-@dataclass
-class Layer:
-    """One layer's weights; linear weights are [out, in], fused where one product serves several."""
-
-    attn_norm: torch.Tensor  # [H]
-    qkv: Matrix  # [(heads + 2 kv_heads) * D, H]
-    qkv_bias: torch.Tensor | None
-    out: Matrix  # [H, heads * D]
-    out_bias: torch.Tensor | None
-    q_norm: torch.Tensor | None  # [D]
-    k_norm: torch.Tensor | None
-    post_attn_norm: torch.Tensor | None
-    mlp_norm: torch.Tensor
-    gate_up: Matrix  # [2 * I, H]
-    gate_up_bias: torch.Tensor | None
-    down: Matrix  # [H, I]
-    down_bias: torch.Tensor | None
-    post_mlp_norm: torch.Tensor | None
-    window: int | None
-    local_rope: bool
 
 
 def _take_layer(config: ModelConfig, w: dict[str, Any], i: int) -> Layer:
@@ -84,6 +63,11 @@ def _take_layer(config: ModelConfig, w: dict[str, Any], i: int) -> Layer:
         post_mlp_norm=take("post_mlp_norm"),
         window=window,
         local_rope=config.rope_local is not None and window is not None,
+        heads=config.num_heads,
+        kv_heads=config.num_kv_heads,
+        head_dim=config.head_dim,
+        activation=config.activation,
+        eps=config.rms_eps,
     )
 
 
@@ -102,13 +86,16 @@ class Model:
         """weights: by canonical name, see weights.Checkpoint; emptied. max_len: the longest position plus
         one. dtype: of activations; matrices may be kept in another format. Default: the embedding's."""
         embed, head = weights.pop("embed"), weights.pop("lm_head")
-        self.config, self.dtype = config, dtype or embed.dtype
+        self.config = config
+        self.dtype = dtype or (embed.dtype if isinstance(embed, torch.Tensor) else torch.float32)
         (self.embed,) = _side_by_side([embed])  # [V, H]
         self.lm_head = self.embed if head is embed else _side_by_side([head])[0]  # [V, H]
         self.final_norm = weights.pop("final_norm")
         self.layers = [_take_layer(config, weights, i) for i in range(config.num_layers)]
         if weights:
             raise ValueError(f"tensors left over after loading: {', '.join(sorted(weights)[:5])}")
+        for layer in self.layers:
+            layer.compile(self.dtype)
         self.device = device = self.embed.device
         self.rope = rope_table(config.rope, config.head_dim, max_len).to(device)
         self.rope_local = (
@@ -135,40 +122,20 @@ class Model:
         x = rows_of(self.embed, token_ids, self.dtype)  # [T, H]
         if self.embed_scale != 1.0:
             x = x * self.embed_scale
-        eps = self.config.rms_eps
         h: torch.Tensor | None = None  # what the block before adds to x
         angles = self.rope[positions].to(x.dtype)  # [T, 2, D]
         local = angles if self.rope_local is None else self.rope_local[positions].to(x.dtype)
         for i in range(len(self.layers)) if layers is None else layers:
             layer = self.layers[i]
-            x, h = add_norm(x, h, layer.attn_norm, eps)
-            h = self._attention(h, i, local if layer.local_rope else angles, kv)
-            if layer.post_attn_norm is not None:
-                h = add_norm(h, None, layer.post_attn_norm, eps)[1]
-            x, h = add_norm(x, h, layer.mlp_norm, eps)
-            h = self._mlp(h, layer)
-            if layer.post_mlp_norm is not None:
-                h = add_norm(h, None, layer.post_mlp_norm, eps)[1]
-        return add_norm(x, h, self.final_norm, eps)[1]
+            x, q, k, v = layer.before(x, h, local if layer.local_rope else angles)
+            kv.write(i, k, v)
+            out = kv.attend(i, q, self.config.scale, layer.window)  # [T, heads, D]
+            x, h = layer.after(x, out.reshape(len(x), -1))
+        return add_norm(x, h, self.final_norm, self.config.rms_eps)[1]
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """hidden [N, H] -> fp32 [N, V]."""
         return linear(hidden, self.lm_head).float()
-
-    def _attention(self, x: torch.Tensor, i: int, angles: torch.Tensor, kv: KVView) -> torch.Tensor:
-        c, layer = self.config, self.layers[i]
-        qkv = linear(x, layer.qkv, layer.qkv_bias).view(len(x), -1, c.head_dim)
-        norms = None
-        if layer.q_norm is not None and layer.k_norm is not None:
-            norms = layer.q_norm, layer.k_norm
-        q, k, v = norm_rotate(qkv, c.num_heads, c.num_kv_heads, angles, norms, c.rms_eps)  # [T, heads, D]
-        kv.write(i, k, v)
-        out = kv.attend(i, q, c.scale, layer.window)  # [T, heads, D]
-        return linear(out.reshape(len(x), -1), layer.out, layer.out_bias)
-
-    def _mlp(self, x: torch.Tensor, layer: Layer) -> torch.Tensor:
-        gate_up = linear(x, layer.gate_up, layer.gate_up_bias)
-        return linear(gated(gate_up, self.config.activation), layer.down, layer.down_bias)
 
     def _read(self) -> list[Matrix]:
         tensors: list[Matrix] = [self.lm_head, self.final_norm]

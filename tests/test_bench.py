@@ -257,7 +257,7 @@ def test_throughput_and_step_run_on_a_model(folder, mode: str, tmp_path, capsys)
     # Steps of this model are so short that one stream may be a few ahead of the other.
     assert code == 0 and 0 < result["steps"] <= 5
     assert sum(result["ms"].values()) == pytest.approx(result["step_ms"], rel=0.2)
-    assert {"linear", "attention", "sampler", "scheduler"} <= set(result["ms"])
+    assert {"layers without attention", "logits", "attention", "sampler", "scheduler"} <= set(result["ms"])
     assert "of the step" in capsys.readouterr().out
 
 

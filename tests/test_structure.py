@@ -17,7 +17,7 @@ LEVELS = {
     "memory.blocks": 1, "kernels": 1,
     "memory": 2,
     "scheduler": 3,
-    "weights": 4, "tokenizer": 4, "rope": 4, "model": 4, "sampler": 4,
+    "weights": 4, "tokenizer": 4, "rope": 4, "layer": 4, "model": 4, "sampler": 4,
     "spec": 5, "spec.train": 9,  # a command: it prints, and shares its options' ways with the others
     "runner": 6,
     "door": 7, "text": 7, "outputs": 7, "engine": 7, "build": 7, "kv_build": 7, "async_engine": 7, "llm": 7,

@@ -68,16 +68,17 @@ class Parts:
 
 def attach(parts: Parts, llm: Any) -> None:
     """Wrap the parts of an engine's step. They stay wrapped for the life of the process."""
-    from nano_oasis import model as model_module
+    from nano_oasis.layer import Layer
     from nano_oasis.memory.oasis_view import OasisView
 
     engine = llm.engine
     runner, kv = engine.runner, engine.runner.kv
     parts.wrap(engine.scheduler, "plan", "scheduler")
     parts.wrap(runner, "execute", "rows to tensors, results")
-    parts.wrap(runner.model, "forward", "norms, rope, activations, sums")
-    parts.wrap(runner.model, "logits", "linear")
-    parts.wrap(model_module, "linear", "linear")
+    parts.wrap(runner.model, "forward", "embedding, angles, the last norm")
+    parts.wrap(runner.model, "logits", "logits")
+    for name in ("before", "after"):
+        parts.wrap(Layer, name, "layers without attention")
     runner.sampler = _Sampler(runner.sampler, parts)
     if runner.draft is not None:
         parts.wrap(runner.draft, "propose", "draft")

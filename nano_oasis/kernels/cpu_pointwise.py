@@ -1,7 +1,6 @@
-"""Norms, rotation, activations and KV writes of a few rows, compiled for the CPU.
+"""Norms, rotation, activations and KV writes, compiled for the CPU: a row at a time, one thread.
 
-Owns: the compiled versions of pointwise.py, which has the contracts, and of reference.write_kv. Must not
-know: when they are used.
+Owns: the arithmetic of pointwise.py for compiled callers, and write_kv. Must not know: who calls, threads.
 """
 
 from __future__ import annotations
@@ -13,39 +12,6 @@ from torch import Tensor
 from nano_oasis.kernels import reference
 from nano_oasis.kernels.simd import LANES, add, fma, jit, load, mul, sigmoid, splat, store, sum_lanes
 
-_NONE = np.empty(0, np.float32)
-
-
-def add_norm(x: Tensor, h: Tensor | None, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-    """See pointwise.add_norm."""
-    out = np.empty(x.shape, np.float32)
-    rows = _array(x)
-    if h is None:
-        _norm_rows(rows, _array(weight), eps, out)
-        return x, torch.from_numpy(out)
-    total = np.empty(x.shape, np.float32)
-    _add_norm_rows(rows, _array(h), _array(weight), eps, total, out)
-    return torch.from_numpy(total), torch.from_numpy(out)
-
-
-def norm_rotate(
-    qkv: Tensor, heads: int, kv_heads: int, angles: Tensor, norms: tuple[Tensor, Tensor] | None, eps: float
-) -> tuple[Tensor, Tensor]:
-    """See pointwise.norm_rotate."""
-    size = qkv.shape[-1]
-    q = np.empty((len(qkv), heads, size), np.float32)
-    k = np.empty((len(qkv), kv_heads, size), np.float32)
-    q_norm, k_norm = (_NONE, _NONE) if norms is None else map(_array, norms)
-    _rotate_all(_array(qkv), _array(angles), q_norm, k_norm, eps, q, k)
-    return torch.from_numpy(q), torch.from_numpy(k)
-
-
-def gated(gate_up: Tensor, activation: str) -> Tensor:
-    """See pointwise.gated."""
-    out = np.empty((len(gate_up), gate_up.shape[1] // 2), np.float32)
-    _gate_rows(_array(gate_up), activation == "gelu_tanh", out)
-    return torch.from_numpy(out)
-
 
 def write_kv(k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, slots: Tensor) -> None:
     """See reference.write_kv."""
@@ -54,10 +20,6 @@ def write_kv(k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, slots: Tens
     reference.check_shapes(k, k_cache, v_cache)
     if not _write(k.numpy(), v.numpy(), k_cache.numpy(), v_cache.numpy(), slots.numpy()):
         raise IndexError(f"slots: between 0 and {k_cache.shape[0] * k_cache.shape[1] - 1}")
-
-
-def _array(x: Tensor) -> np.ndarray:
-    return x.numpy() if x.is_contiguous() else x.contiguous().numpy()
 
 
 @jit
@@ -73,22 +35,33 @@ def _norm_row(x, weight, eps, out):  # type: ignore[no-untyped-def]
 
 
 @jit
-def _norm_rows(x, weight, eps, out):  # type: ignore[no-untyped-def]
+def norm_rows(x, weight, eps, out):  # type: ignore[no-untyped-def]
     for t in range(len(x)):
         _norm_row(x[t], weight, eps, out[t])
 
 
 @jit
-def _add_norm_rows(x, h, weight, eps, total, out):  # type: ignore[no-untyped-def]
+def add_norm_rows(x, h, weight, eps, out):  # type: ignore[no-untyped-def]
+    """x += h; out = the norm of x; all [T, H]."""
     for t in range(len(x)):
-        one, other, both = x[t], h[t], total[t]
-        for d in range(0, len(both), LANES):
-            store(both, d, add(load(one, d), load(other, d)))
-        _norm_row(both, weight, eps, out[t])
+        one, other = x[t], h[t]
+        for d in range(0, len(one), LANES):
+            store(one, d, add(load(one, d), load(other, d)))
+        _norm_row(one, weight, eps, out[t])
 
 
 @jit
-def _rotate_all(qkv, angles, q_norm, k_norm, eps, q, k):  # type: ignore[no-untyped-def]
+def add_bias(x, bias):  # type: ignore[no-untyped-def]
+    """x [T, W] += bias [W], if there is one."""
+    if len(bias):
+        for t in range(len(x)):
+            row = x[t]
+            for d in range(0, len(row), LANES):
+                store(row, d, add(load(row, d), load(bias, d)))
+
+
+@jit
+def rotate_rows(qkv, angles, q_norm, k_norm, eps, q, k):  # type: ignore[no-untyped-def]
     for t in range(len(qkv)):
         for h in range(q.shape[1]):
             _rotate(qkv[t, h], angles[t, 0], angles[t, 1], q_norm, eps, q[t, h])
@@ -112,7 +85,7 @@ def _rotate(x, cos, sin, norm, eps, out):  # type: ignore[no-untyped-def]
 
 
 @jit
-def _gate_rows(gate_up, gelu, out):  # type: ignore[no-untyped-def]
+def gate_rows(gate_up, gelu, out):  # type: ignore[no-untyped-def]
     """Both activations are x * sigmoid of something; tanh(u) = 2 * sigmoid(2 u) - 1."""
     cubic, factor = splat(np.float32(0.044715)), splat(np.float32(2 * np.sqrt(2 / np.pi)))
     width = out.shape[1]

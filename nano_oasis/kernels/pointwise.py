@@ -1,31 +1,18 @@
-"""What lies between the products of a layer: residual sums, norms, rotation, the gated activation.
+"""What lies between the products of a layer, in torch: residual sums, norms, rotation, the gated activation.
 
-Owns: these operations, and for how many rows they are compiled. Must not know: weights' names, families, KV.
-
-One by one, in torch, they were 20% of a decode step of one stream on a small CPU: some 300 calls for hardly
-any data. Compiled there are four a layer. With many rows torch's threads win.
+Owns: these operations. Must not know: weights' names, families, KV. cpu_pointwise.py has them compiled.
 """
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 import torch.nn.functional as F
-
-from nano_oasis.kernels.dispatch import numba_works
-
-_COMPILED = 32  # rows: up to here
 
 Tensor = torch.Tensor
 
 
 def add_norm(x: Tensor, h: Tensor | None, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
     """x, h [T, H] -> (x + h, its RMSNorm), both [T, H]; without h the first is x itself."""
-    compiled = _compiled(x, x.shape[-1])
-    if compiled is not None:
-        total, out = compiled.add_norm(x, h, weight, eps)
-        return total, out
     x = x if h is None else x + h
     return x, norm(x, weight, eps)
 
@@ -45,10 +32,6 @@ def norm_rotate(
     q and k are normalised if there are norms ([D] each) and then rotated; angles [T, 2, D]: cos and sin.
     v is a view of qkv.
     """
-    compiled = _compiled(qkv, qkv.shape[-1])
-    if compiled is not None:
-        q, k = compiled.norm_rotate(qkv, heads, kv_heads, angles, norms, eps)
-        return q, k, qkv[:, heads + kv_heads :]
     q, k, v = qkv.split((heads, kv_heads, kv_heads), dim=1)
     if norms is not None:
         q, k = norm(q, norms[0], eps), norm(k, norms[1], eps)
@@ -64,20 +47,5 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
 def gated(gate_up: Tensor, activation: str) -> Tensor:
     """gate_up [T, 2 * I] -> [T, I]: activation of the first half, times the second. "silu" or "gelu_tanh"."""
-    compiled = _compiled(gate_up, gate_up.shape[-1] // 2)
-    if compiled is not None:
-        out: Tensor = compiled.gated(gate_up, activation)
-        return out
     gate, up = gate_up.chunk(2, dim=-1)
     return (F.silu(gate) if activation == "silu" else F.gelu(gate, approximate="tanh")) * up
-
-
-def _compiled(x: Tensor, width: int) -> Any:
-    """The compiled versions, where they exist and are faster: fp32 on the CPU, whole vectors, few rows."""
-    if len(x) > _COMPILED or width % 16 or x.dtype != torch.float32 or x.device.type != "cpu":
-        return None
-    if not numba_works():
-        return None
-    from nano_oasis.kernels import cpu_pointwise
-
-    return cpu_pointwise

@@ -49,7 +49,9 @@ def jit(function: Callable[..., Any]) -> Any:
 
 @cache
 def _operations() -> int:
-    return hash(tuple(zlib.crc32(f.read_bytes()) for f in sorted(Path(__file__).parent.glob("simd*.py"))))
+    here = Path(__file__).parent
+    files = sorted([*here.glob("simd*.py"), *here.glob("cpu_*.py")])  # compiled functions call one another
+    return hash(tuple(zlib.crc32(f.read_bytes()) for f in files))
 
 
 @cache

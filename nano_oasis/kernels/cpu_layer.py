@@ -1,0 +1,205 @@
+"""A layer without its attention, compiled for the CPU: two calls where there were nine.
+
+Owns: the order of a layer's jobs and what each thread does in between. Must not know: attention, KV, where
+weights come from; layer.py has the same in torch and says what is computed.
+
+Between two products there are sums, norms, rotation and the gated activation, which for a few rows take less
+time than calling them from Python one by one. For many rows they are shared out as the products are.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from nano_oasis.kernels.cpu_linear import SHARE_BYTES, TILE_OUT, arrays_of, linear_share, supports
+from nano_oasis.kernels.cpu_pointwise import add_bias, add_norm_rows, gate_rows, norm_rows, rotate_rows
+from nano_oasis.kernels.matrix import Matrix
+from nano_oasis.kernels.simd import jit
+from nano_oasis.kernels.simd_share import begin, entry, finish, place
+from nano_oasis.kernels.workers import run_shares
+
+ALONE = 8  # rows: so few are done at once by the thread that called
+_NONE = np.empty(0, np.float32)
+
+
+@dataclass(frozen=True)
+class Shape:
+    """What is the same for all layers of a model."""
+
+    heads: int
+    kv_heads: int
+    head_dim: int
+    activation: str  # "silu" or "gelu_tanh"
+    eps: float
+
+
+class CompiledLayer:
+    """The halves of one layer. `weights` has the fields of layer.Layer."""
+
+    def __init__(self, weights: Any, shape: Shape) -> None:
+        self.shape = shape
+        self.hidden, self.inner = weights.qkv.shape[1], weights.down.shape[1]
+        self._first = (
+            _vector(weights.attn_norm), *arrays_of(weights.qkv), _vector(weights.qkv_bias),
+            _vector(weights.q_norm), _vector(weights.k_norm),
+        )  # fmt: skip
+        self._second = (
+            *arrays_of(weights.out), _vector(weights.out_bias), _vector(weights.post_attn_norm),
+            _vector(weights.mlp_norm), *arrays_of(weights.gate_up), _vector(weights.gate_up_bias),
+            *arrays_of(weights.down), _vector(weights.down_bias), _vector(weights.post_mlp_norm),
+        )  # fmt: skip
+
+    def before(self, x: Tensor, h: Tensor | None, angles: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """See Layer.before; x is written to."""
+        s, rows, threads = self.shape, len(x), torch.get_num_threads()
+        normed = np.empty((rows, self.hidden), np.float32)
+        qkv = np.empty((rows, s.heads + 2 * s.kv_heads, s.head_dim), np.float32)
+        q = np.empty((rows, s.heads, s.head_dim), np.float32)
+        k = np.empty((rows, s.kv_heads, s.head_dim), np.float32)
+        scratch = np.empty((4 * threads, TILE_OUT, self.hidden), np.float32)
+        added = np.empty((0, self.hidden), np.float32) if h is None else h.numpy()
+        run_shares(
+            _before, 4 * threads, x.numpy(), added, angles.numpy(), *self._first, s.eps, normed,
+            qkv.reshape(rows, -1), qkv, q, k, scratch,
+        )  # fmt: skip
+        v = torch.from_numpy(qkv)[:, s.heads + s.kv_heads :]
+        return x, torch.from_numpy(q), torch.from_numpy(k), v
+
+    def after(self, x: Tensor, attended: Tensor) -> tuple[Tensor, Tensor]:
+        """See Layer.after; x is written to."""
+        rows, threads = len(x), torch.get_num_threads()
+        out = np.empty((rows, self.hidden), np.float32)
+        normed = np.empty((rows, self.hidden), np.float32)
+        gate_up = np.empty((rows, 2 * self.inner), np.float32)
+        gated = np.empty((rows, self.inner), np.float32)
+        widest = max(self.hidden, self.inner, attended.shape[1])
+        scratch = np.empty(4 * threads * TILE_OUT * widest, np.float32)
+        gelu = self.shape.activation == "gelu_tanh"
+        run_shares(
+            _after, 4 * threads, x.numpy(), attended.numpy(), *self._second, gelu, self.shape.eps, out,
+            normed, gate_up, gated, scratch,
+        )  # fmt: skip
+        return x, torch.from_numpy(out)
+
+
+def can_compile(weights: Any, shape: Shape) -> bool:
+    """fp32 activations on the CPU, sizes of whole vectors; see cpu_linear.supports."""
+    matrices: list[Matrix] = [weights.qkv, weights.out, weights.gate_up, weights.down]
+    like = torch.empty(0, weights.qkv.shape[1])
+    whole = all(n % 16 == 0 for n in (weights.qkv.shape[1], weights.down.shape[1], shape.head_dim))
+    return whole and all(supports(like, m) for m in matrices)
+
+
+def _vector(tensor: Tensor | None) -> np.ndarray:
+    """A bias or a norm's weights; empty where there are none."""
+    return _NONE if tensor is None else tensor.detach().float().contiguous().numpy()
+
+
+# --- jobs: each on `shares` threads, or at once by this one ---------------------------------------------
+@jit
+def _linear(box, most, w, scales, mins, x, out, scratch):  # type: ignore[no-untyped-def]
+    """out = x @ weights.T on all threads. `most`: shares that scratch, flat or not, has room for."""
+    shares = max(min(most, w.size * w.itemsize // SHARE_BYTES), 1)
+    room = scratch.reshape(-1)[: shares * TILE_OUT * x.shape[1]].reshape((shares, TILE_OUT, x.shape[1]))
+    args = (w, scales, mins, x, out, room)
+    begin(box, entry(linear_share, args), place(args), shares)
+    finish(box)
+
+
+@jit
+def _before(box, most, args):  # type: ignore[no-untyped-def]
+    (
+        x, h, angles, norm, w, scales, mins, bias, q_norm, k_norm, eps, normed, flat, qkv, q, k, scratch,
+    ) = args  # fmt: skip
+    _add_norm(box, most, x, h, norm, eps, normed)
+    _linear(box, most, w, scales, mins, normed, flat, scratch)
+    rest = (flat, bias, qkv, angles, q_norm, k_norm, eps, q, k)
+    if len(x) <= ALONE:
+        _rotate_share(0, 1, flat, bias, qkv, angles, q_norm, k_norm, eps, q, k)
+    else:
+        begin(box, entry(_rotate_share, rest), place(rest), most)
+        finish(box)
+
+
+@jit
+def _after(box, most, args):  # type: ignore[no-untyped-def]
+    (
+        x, attended, out_w, out_scales, out_mins, out_bias, post_attn, mlp_norm, up_w, up_scales, up_mins,
+        up_bias, down_w, down_scales, down_mins, down_bias, post_mlp, gelu, eps, out, normed, gate_up, gated,
+        scratch,
+    ) = args  # fmt: skip
+    _linear(box, most, out_w, out_scales, out_mins, attended, out, scratch)
+    _finish_block(box, most, out, out_bias, post_attn, eps)
+    _add_norm(box, most, x, out, mlp_norm, eps, normed)
+    _linear(box, most, up_w, up_scales, up_mins, normed, gate_up, scratch)
+    _gate(box, most, gate_up, up_bias, gelu, gated)
+    _linear(box, most, down_w, down_scales, down_mins, gated, out, scratch)
+    _finish_block(box, most, out, down_bias, post_mlp, eps)
+
+
+@jit
+def _add_norm(box, most, x, h, weight, eps, out):  # type: ignore[no-untyped-def]
+    """x += h, if there is any; out = the norm of x."""
+    if len(x) <= ALONE:
+        _add_norm_share(0, 1, x, h, weight, eps, out)
+        return
+    args = (x, h, weight, eps, out)
+    begin(box, entry(_add_norm_share, args), place(args), most)
+    finish(box)
+
+
+@jit
+def _gate(box, most, gate_up, bias, gelu, out):  # type: ignore[no-untyped-def]
+    if len(out) <= ALONE:
+        _gate_share(0, 1, gate_up, bias, gelu, out)
+        return
+    args = (gate_up, bias, gelu, out)
+    begin(box, entry(_gate_share, args), place(args), most)
+    finish(box)
+
+
+@jit
+def _finish_block(box, most, out, bias, norm, eps):  # type: ignore[no-untyped-def]
+    """What some families do to a block's result: a bias, a norm. In place."""
+    if not len(bias) and not len(norm):
+        return
+    args = (out, bias, norm, eps)
+    begin(box, entry(_finish_share, args), place(args), most)
+    finish(box)
+
+
+# --- a share of the rows --------------------------------------------------------------------------------
+@jit
+def _add_norm_share(share, shares, x, h, weight, eps, out):  # type: ignore[no-untyped-def]
+    low, high = len(x) * share // shares, len(x) * (share + 1) // shares
+    if len(h):
+        add_norm_rows(x[low:high], h[low:high], weight, eps, out[low:high])
+    else:
+        norm_rows(x[low:high], weight, eps, out[low:high])
+
+
+@jit
+def _rotate_share(share, shares, flat, bias, qkv, angles, q_norm, k_norm, eps, q, k):  # type: ignore[no-untyped-def]
+    low, high = len(q) * share // shares, len(q) * (share + 1) // shares
+    add_bias(flat[low:high], bias)
+    rotate_rows(qkv[low:high], angles[low:high], q_norm, k_norm, eps, q[low:high], k[low:high])
+
+
+@jit
+def _gate_share(share, shares, gate_up, bias, gelu, out):  # type: ignore[no-untyped-def]
+    low, high = len(out) * share // shares, len(out) * (share + 1) // shares
+    add_bias(gate_up[low:high], bias)
+    gate_rows(gate_up[low:high], gelu, out[low:high])
+
+
+@jit
+def _finish_share(share, shares, out, bias, norm, eps):  # type: ignore[no-untyped-def]
+    low, high = len(out) * share // shares, len(out) * (share + 1) // shares
+    add_bias(out[low:high], bias)
+    if len(norm):
+        norm_rows(out[low:high], norm, eps, out[low:high])
