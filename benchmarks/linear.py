@@ -1,6 +1,6 @@
 """All linear layers of SmolLM2-135M for a few rows, in ms: torch's two products, the compiled one by format.
 
-Owns: the table in kernels/linear.py. Must not know: the engine. Run by hand: python benchmarks/linear.py
+Owns: a table in docs/04-weights.md. Must not know: the engine. Run by hand: python benchmarks/linear.py
 """
 
 from __future__ import annotations

@@ -3,10 +3,10 @@
 Owns: the table in docs/04-weights.md, run by hand: python benchmarks/weights.py [--tokens 1024 FILE...].
 Must not know: the engine; it runs the model over each text once per precision.
 
-The first four are what --weights takes. The others are not in the engine and stand here to show why: one
-scale for each output channel; `int8 activations` also rounds what goes into each layer, with one scale per
-row of activations (dynamic quantisation, as FBGEMM does it, and with smaller groups llama.cpp); `int4` has
-four bits per weight. The embedding table, where it is no output head, is left alone in these.
+float32 and the three after it are what --weights takes. The others are not in the engine and stand here to
+show why: `int8 activations` also rounds what goes into each layer, with one scale per row of activations
+(dynamic quantisation, as FBGEMM does it, and with smaller groups llama.cpp); one scale for each output
+channel; `int4` has four bits per weight.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from nano_oasis import layer as layer_module
+from nano_oasis import model as model_module
 from nano_oasis.kernels.dispatch import select_kernels
 from nano_oasis.kernels.linear import linear
 from nano_oasis.memory.dense_kv import DenseKV
@@ -56,13 +57,12 @@ def in_groups(size: int, most: int) -> Callable[..., Tensor]:
     return product
 
 
-# name: load_checkpoint's `matrices`, another product in the layers or None, bytes a weight of that product
+# name: load_checkpoint's `matrices`, the product, bytes a weight; 0: those of the model
 VARIANTS = {
-    "float32": ("full", None, 4.0),
-    "float16": ("float16", None, 2.0),
-    "int8": ("int8", None, 1.0),
-    "auto": ("stored", None, 0.0),
-    "int8, int8 activations": ("int8", with_int8_inputs, 1.0),
+    "float16": ("float16", linear, 0.0),
+    "int8": ("int8", linear, 0.0),
+    "auto": ("stored", linear, 0.0),
+    "int8, int8 activations": ("int8", with_int8_inputs, 0.0),
     "int8, one scale a channel": ("full", in_groups(0, 127), 1.0),
     "int4 in groups of 32": ("full", in_groups(32, 7), 0.5 + 2 / 32),
 }  # fmt: skip
@@ -98,18 +98,20 @@ def main() -> None:
     truth = [logprobs(exact, ids) for ids in texts]
     print(f"{path.name}, {sum(map(len, texts))} tokens of {len(texts)} texts, against fp32 weights")
     print(f"{'':26}{'MB a step':>10}{'mean KL':>10}{'p99 KL':>10}{'same top':>10}{'perplexity':>12}")
+    mb = exact.weight_bytes / 1e6
+    print(f"{'float32':26}{mb:10.0f}{'':30}{perplexity(truth, texts):12.3f}", flush=True)
     for name, (matrices, product, bytes_each) in VARIANTS.items():
-        model = load(matrices)
-        if product is not None:
-            layer_module.linear = product
+        model = exact if matrices == "full" else load(matrices)
+        if product is not linear:
             for layer in model.layers:
                 layer.compiled = None  # its products are its own
+        layer_module.linear = model_module.linear = product
         found = [logprobs(model, ids) for ids in texts]
-        layer_module.linear = linear
+        layer_module.linear = model_module.linear = linear
         pairs = list(zip(truth, found, strict=True))
         kl = torch.cat([(a.exp() * (a - b)).sum(-1) for a, b in pairs]).clamp_min(0)
         same = torch.cat([a.argmax(-1) == b.argmax(-1) for a, b in pairs]).float().mean()
-        mb = (exact.num_weights * bytes_each if matrices == "full" else model.weight_bytes) / 1e6
+        mb = (exact.num_weights * bytes_each or model.weight_bytes) / 1e6
         print(
             f"{name:26}{mb:10.0f}{kl.mean():10.5f}{kl.quantile(0.99):10.4f}{same:10.1%}"
             f"{perplexity(found, texts):12.3f}",

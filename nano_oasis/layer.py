@@ -11,7 +11,7 @@ x is the residual stream, h what the last block gives and the next step adds: su
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -19,6 +19,9 @@ from nano_oasis.kernels.dispatch import numba_works
 from nano_oasis.kernels.linear import linear
 from nano_oasis.kernels.matrix import Matrix
 from nano_oasis.kernels.pointwise import add_norm, gated, norm, norm_rotate
+
+if TYPE_CHECKING:
+    from nano_oasis.kernels.cpu_layer import CompiledLayer
 
 Tensor = torch.Tensor
 
@@ -48,23 +51,23 @@ class Layer:
     head_dim: int
     activation: str  # "silu" or "gelu_tanh"
     eps: float
-    compiled: Any = field(default=None, repr=False)  # the same in two calls, where that exists
+    compiled: CompiledLayer | None = field(
+        default=None, repr=False
+    )  # the same in two calls, where that exists
 
     def compile(self, dtype: torch.dtype) -> None:
         """Use the compiled halves, if there are any for such weights and activations of that type."""
         if dtype != torch.float32 or self.qkv.device.type != "cpu" or not numba_works():
             return
-        from nano_oasis.kernels.cpu_layer import CompiledLayer, Shape, can_compile
+        from nano_oasis.kernels.cpu_layer import CompiledLayer, can_compile
 
-        shape = Shape(self.heads, self.kv_heads, self.head_dim, self.activation, self.eps)
-        if can_compile(self, shape):
-            self.compiled = CompiledLayer(self, shape)
+        if can_compile(self):
+            self.compiled = CompiledLayer(self)
 
     def before(self, x: Tensor, h: Tensor | None, angles: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """x, h [T, H], angles [T, 2, D] -> x + h, q [T, heads, D], k, v [T, kv_heads, D]. May write to x."""
         if self.compiled is not None:
-            found: tuple[Tensor, Tensor, Tensor, Tensor] = self.compiled.before(x, h, angles)
-            return found
+            return self.compiled.before(x, h, angles)
         x, normed = add_norm(x, h, self.attn_norm, self.eps)
         qkv = linear(normed, self.qkv, self.qkv_bias).view(len(x), -1, self.head_dim)
         norms = None
@@ -75,8 +78,7 @@ class Layer:
     def after(self, x: Tensor, attended: Tensor) -> tuple[Tensor, Tensor]:
         """x [T, H], attended [T, heads * D] -> x with attention's part, the MLP's part. May write to x."""
         if self.compiled is not None:
-            found: tuple[Tensor, Tensor] = self.compiled.after(x, attended)
-            return found
+            return self.compiled.after(x, attended)
         h = linear(attended, self.out, self.out_bias)
         if self.post_attn_norm is not None:
             h = norm(h, self.post_attn_norm, self.eps)

@@ -9,14 +9,20 @@ time than calling them from Python one by one. For many rows they are shared out
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from nano_oasis.kernels.cpu_linear import SHARE_BYTES, TILE_OUT, arrays_of, linear_share, supports
+from nano_oasis.kernels.cpu_linear import (
+    SHARE_BYTES,
+    TILE_OUT,
+    arrays_of,
+    linear_share,
+    scratch_for,
+    supports,
+)
 from nano_oasis.kernels.cpu_pointwise import add_bias, add_norm_rows, gate_rows, norm_rows, rotate_rows
 from nano_oasis.kernels.matrix import Matrix
 from nano_oasis.kernels.simd import jit
@@ -27,22 +33,12 @@ ALONE = 8  # rows: so few are done at once by the thread that called
 _NONE = np.empty(0, np.float32)
 
 
-@dataclass(frozen=True)
-class Shape:
-    """What is the same for all layers of a model."""
-
-    heads: int
-    kv_heads: int
-    head_dim: int
-    activation: str  # "silu" or "gelu_tanh"
-    eps: float
-
-
 class CompiledLayer:
     """The halves of one layer. `weights` has the fields of layer.Layer."""
 
-    def __init__(self, weights: Any, shape: Shape) -> None:
-        self.shape = shape
+    def __init__(self, weights: Any) -> None:
+        self.heads, self.kv_heads, self.head_dim = weights.heads, weights.kv_heads, weights.head_dim
+        self.gelu, self.eps = weights.activation == "gelu_tanh", weights.eps
         self.hidden, self.inner = weights.qkv.shape[1], weights.down.shape[1]
         self._first = (
             _vector(weights.attn_norm), *arrays_of(weights.qkv), _vector(weights.qkv_bias),
@@ -56,42 +52,39 @@ class CompiledLayer:
 
     def before(self, x: Tensor, h: Tensor | None, angles: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """See Layer.before; x is written to."""
-        s, rows, threads = self.shape, len(x), torch.get_num_threads()
+        rows, most = len(x), 4 * torch.get_num_threads()
         normed = np.empty((rows, self.hidden), np.float32)
-        qkv = np.empty((rows, s.heads + 2 * s.kv_heads, s.head_dim), np.float32)
-        q = np.empty((rows, s.heads, s.head_dim), np.float32)
-        k = np.empty((rows, s.kv_heads, s.head_dim), np.float32)
-        scratch = np.empty((4 * threads, TILE_OUT, self.hidden), np.float32)
+        qkv = np.empty((rows, self.heads + 2 * self.kv_heads, self.head_dim), np.float32)
+        q = np.empty((rows, self.heads, self.head_dim), np.float32)
+        k = np.empty((rows, self.kv_heads, self.head_dim), np.float32)
         added = np.empty((0, self.hidden), np.float32) if h is None else h.numpy()
         run_shares(
-            _before, 4 * threads, x.numpy(), added, angles.numpy(), *self._first, s.eps, normed,
-            qkv.reshape(rows, -1), qkv, q, k, scratch,
+            _before, most, x.numpy(), added, angles.numpy(), *self._first, self.eps, normed,
+            qkv.reshape(rows, -1), qkv, q, k, scratch_for(most, self.hidden),
         )  # fmt: skip
-        v = torch.from_numpy(qkv)[:, s.heads + s.kv_heads :]
+        v = torch.from_numpy(qkv)[:, self.heads + self.kv_heads :]
         return x, torch.from_numpy(q), torch.from_numpy(k), v
 
     def after(self, x: Tensor, attended: Tensor) -> tuple[Tensor, Tensor]:
         """See Layer.after; x is written to."""
-        rows, threads = len(x), torch.get_num_threads()
+        rows, most = len(x), 4 * torch.get_num_threads()
         out = np.empty((rows, self.hidden), np.float32)
         normed = np.empty((rows, self.hidden), np.float32)
         gate_up = np.empty((rows, 2 * self.inner), np.float32)
         gated = np.empty((rows, self.inner), np.float32)
         widest = max(self.hidden, self.inner, attended.shape[1])
-        scratch = np.empty(4 * threads * TILE_OUT * widest, np.float32)
-        gelu = self.shape.activation == "gelu_tanh"
         run_shares(
-            _after, 4 * threads, x.numpy(), attended.numpy(), *self._second, gelu, self.shape.eps, out,
-            normed, gate_up, gated, scratch,
+            _after, most, x.numpy(), attended.numpy(), *self._second, self.gelu, self.eps, out,
+            normed, gate_up, gated, scratch_for(most, widest),
         )  # fmt: skip
         return x, torch.from_numpy(out)
 
 
-def can_compile(weights: Any, shape: Shape) -> bool:
+def can_compile(weights: Any) -> bool:
     """fp32 activations on the CPU, sizes of whole vectors; see cpu_linear.supports."""
     matrices: list[Matrix] = [weights.qkv, weights.out, weights.gate_up, weights.down]
     like = torch.empty(0, weights.qkv.shape[1])
-    whole = all(n % 16 == 0 for n in (weights.qkv.shape[1], weights.down.shape[1], shape.head_dim))
+    whole = all(n % 16 == 0 for n in (weights.qkv.shape[1], weights.down.shape[1], weights.head_dim))
     return whole and all(supports(like, m) for m in matrices)
 
 
@@ -103,7 +96,7 @@ def _vector(tensor: Tensor | None) -> np.ndarray:
 # --- jobs: each on `shares` threads, or at once by this one ---------------------------------------------
 @jit
 def _linear(box, most, w, scales, mins, x, out, scratch):  # type: ignore[no-untyped-def]
-    """out = x @ weights.T on all threads. `most`: shares that scratch, flat or not, has room for."""
+    """out = x @ weights.T on all threads. `most`: shares that scratch has room for."""
     shares = max(min(most, w.size * w.itemsize // SHARE_BYTES), 1)
     room = scratch.reshape(-1)[: shares * TILE_OUT * x.shape[1]].reshape((shares, TILE_OUT, x.shape[1]))
     args = (w, scales, mins, x, out, room)

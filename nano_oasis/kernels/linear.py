@@ -1,6 +1,6 @@
 """Linear layers: on the CPU which product is fastest for how many rows.
 
-Owns: the choice, and the table it rests on. Must not know: the model, or what the rows are.
+Owns: the choice; benchmarks/linear.py measures it. Must not know: the model, or what the rows are.
 """
 
 from __future__ import annotations
