@@ -11,7 +11,7 @@ import torch
 from nano_oasis.kernels import linear as module
 from nano_oasis.kernels.linear import linear
 
-ROWS = [0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 11, 13, 17, 32, 33, 130]
+ROWS = [0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 11, 13, 17, 24, 25, 32, 33, 48, 49, 64, 65, 130]
 
 
 @pytest.fixture(params=[1, 2, 3])
@@ -43,11 +43,36 @@ def test_parts_of_larger_tensors_are_right() -> None:
 
 
 def test_a_row_does_not_depend_on_the_others() -> None:
+    """Few rows are dot products, many are blocks; each way adds up in its own order."""
     pytest.importorskip("numba")
-    weight, x = torch.randn(128, 576), torch.randn(32, 576)
+    from nano_oasis.kernels.cpu_linear import FEW_ROWS
+
+    weight, x = torch.randn(128, 576), torch.randn(200, 576)
     alone = torch.cat([linear(row[None], weight) for row in x])
-    for rows in (2, 3, 5, 11, 32):
+    for rows in (2, 3, 5, 7, 11, FEW_ROWS):
         assert torch.equal(linear(x[:rows], weight), alone[:rows])
+    many = linear(x, weight)
+    for rows in (FEW_ROWS + 1, 49, 64, 130):
+        assert torch.equal(linear(x[-rows:], weight), many[-rows:])
+
+
+def test_scratch_that_was_used_before_does_not_show() -> None:
+    """A thread keeps its scratch: rows that do not fill a register, after larger and smaller products."""
+    torch.manual_seed(0)
+    for rows, shape in ((300, (64, 96)), (26, (32, 1024)), (300, (64, 96)), (33, (8, 16))):
+        x, weight = torch.randn(rows, shape[1]), torch.randn(shape)
+        torch.testing.assert_close(linear(x, weight), x @ weight.T, atol=1e-4, rtol=1e-4)
+        assert linear(torch.full((rows, shape[1]), torch.nan), weight).isnan().all()
+
+
+def test_scratch_holds_every_narrower_product() -> None:
+    """A layer takes it once, for its widest matrix."""
+    pytest.importorskip("numba")
+    from nano_oasis.kernels.cpu_linear import BLOCK_OUT, _room_size
+
+    sizes = [_room_size(width) for width in range(16, 20_000, 16)]
+    assert sizes == sorted(sizes)
+    assert all(size >= BLOCK_OUT * width for size, width in zip(sizes, range(16, 20_000, 16), strict=True))
 
 
 def test_other_dtypes_are_torchs_affair() -> None:

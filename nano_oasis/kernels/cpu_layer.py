@@ -15,14 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from nano_oasis.kernels.cpu_linear import (
-    SHARE_BYTES,
-    TILE_OUT,
-    arrays_of,
-    linear_share,
-    scratch_for,
-    supports,
-)
+from nano_oasis.kernels.cpu_linear import arrays_of, most_shares, multiply, scratch, supports
 from nano_oasis.kernels.cpu_pointwise import add_bias, add_norm_rows, gate_rows, norm_rows, rotate_rows
 from nano_oasis.kernels.matrix import Matrix
 from nano_oasis.kernels.simd import jit
@@ -52,7 +45,7 @@ class CompiledLayer:
 
     def before(self, x: Tensor, h: Tensor | None, angles: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """See Layer.before; x is written to."""
-        rows, most = len(x), 4 * torch.get_num_threads()
+        rows, most = len(x), most_shares()
         normed = np.empty((rows, self.hidden), np.float32)
         qkv = np.empty((rows, self.heads + 2 * self.kv_heads, self.head_dim), np.float32)
         q = np.empty((rows, self.heads, self.head_dim), np.float32)
@@ -60,14 +53,14 @@ class CompiledLayer:
         added = np.empty((0, self.hidden), np.float32) if h is None else h.numpy()
         run_shares(
             _before, most, x.numpy(), added, angles.numpy(), *self._first, self.eps, normed,
-            qkv.reshape(rows, -1), qkv, q, k, scratch_for(most, self.hidden),
+            qkv.reshape(rows, -1), qkv, q, k, scratch(most, rows, self.hidden),
         )  # fmt: skip
         v = torch.from_numpy(qkv)[:, self.heads + self.kv_heads :]
         return x, torch.from_numpy(q), torch.from_numpy(k), v
 
     def after(self, x: Tensor, attended: Tensor) -> tuple[Tensor, Tensor]:
         """See Layer.after; x is written to."""
-        rows, most = len(x), 4 * torch.get_num_threads()
+        rows, most = len(x), most_shares()
         out = np.empty((rows, self.hidden), np.float32)
         normed = np.empty((rows, self.hidden), np.float32)
         gate_up = np.empty((rows, 2 * self.inner), np.float32)
@@ -75,7 +68,7 @@ class CompiledLayer:
         widest = max(self.hidden, self.inner, attended.shape[1])
         run_shares(
             _after, most, x.numpy(), attended.numpy(), *self._second, self.gelu, self.eps, out,
-            normed, gate_up, gated, scratch_for(most, widest),
+            normed, gate_up, gated, scratch(most, rows, widest),
         )  # fmt: skip
         return x, torch.from_numpy(out)
 
@@ -95,22 +88,12 @@ def _vector(tensor: Tensor | None) -> np.ndarray:
 
 # --- jobs: each on `shares` threads, or at once by this one ---------------------------------------------
 @jit
-def _linear(box, most, w, scales, mins, x, out, scratch):  # type: ignore[no-untyped-def]
-    """out = x @ weights.T on all threads. `most`: shares that scratch has room for."""
-    shares = max(min(most, w.size * w.itemsize // SHARE_BYTES), 1)
-    room = scratch.reshape(-1)[: shares * TILE_OUT * x.shape[1]].reshape((shares, TILE_OUT, x.shape[1]))
-    args = (w, scales, mins, x, out, room)
-    begin(box, entry(linear_share, args), place(args), shares)
-    finish(box)
-
-
-@jit
 def _before(box, most, args):  # type: ignore[no-untyped-def]
     (
         x, h, angles, norm, w, scales, mins, bias, q_norm, k_norm, eps, normed, flat, qkv, q, k, scratch,
     ) = args  # fmt: skip
     _add_norm(box, most, x, h, norm, eps, normed)
-    _linear(box, most, w, scales, mins, normed, flat, scratch)
+    multiply(box, most, w, scales, mins, normed, flat, scratch)
     rest = (flat, bias, qkv, angles, q_norm, k_norm, eps, q, k)
     if len(x) <= ALONE:
         _rotate_share(0, 1, flat, bias, qkv, angles, q_norm, k_norm, eps, q, k)
@@ -126,12 +109,12 @@ def _after(box, most, args):  # type: ignore[no-untyped-def]
         up_bias, down_w, down_scales, down_mins, down_bias, post_mlp, gelu, eps, out, normed, gate_up, gated,
         scratch,
     ) = args  # fmt: skip
-    _linear(box, most, out_w, out_scales, out_mins, attended, out, scratch)
+    multiply(box, most, out_w, out_scales, out_mins, attended, out, scratch)
     _finish_block(box, most, out, out_bias, post_attn, eps)
     _add_norm(box, most, x, out, mlp_norm, eps, normed)
-    _linear(box, most, up_w, up_scales, up_mins, normed, gate_up, scratch)
+    multiply(box, most, up_w, up_scales, up_mins, normed, gate_up, scratch)
     _gate(box, most, gate_up, up_bias, gelu, gated)
-    _linear(box, most, down_w, down_scales, down_mins, gated, out, scratch)
+    multiply(box, most, down_w, down_scales, down_mins, gated, out, scratch)
     _finish_block(box, most, out, down_bias, post_mlp, eps)
 
 

@@ -5,25 +5,32 @@ Owns: the split over threads and over tiles. Must not know: when it is the faste
 
 from __future__ import annotations
 
+import threading
+
 import numpy as np
 import torch
 from torch import Tensor
 
 from nano_oasis.kernels.packed_weight import PackedWeight
 from nano_oasis.kernels.simd import jit
-from nano_oasis.kernels.simd_dots import MOST_ROWS, TILE_OUT, decoded, make_tile
+from nano_oasis.kernels.simd_block import BLOCK_OUT, MOST_PANELS, decoded, make_block, turn_rows
+from nano_oasis.kernels.simd_dots import MOST_ROWS, TILE_OUT, make_tile
 from nano_oasis.kernels.simd_share import begin, entry, finish, place
-from nano_oasis.kernels.simd_weights import WIDE
+from nano_oasis.kernels.simd_weights import LANES
 from nano_oasis.kernels.workers import run_shares
 
+FEW_ROWS = 2 * MOST_ROWS  # of activations: up to here dot products win
 SHARE_BYTES = 1 << 16  # of weights: a share has no less
-ROWS_BYTES = (
-    1 << 18
-)  # of activations that all weights meet before the next: what the second-level cache holds
-FEW_ROWS = 4 if WIDE else 2  # of activations: so many leave registers for decoding weights in
+# Rows of decoded weights that meet all activations before the next ones do: so many that activations need not
+# come from memory often, and so few that they and the activations at work fit the second-level cache.
+MOST_ROOM, ROOM_BYTES = 32, 1 << 19
 _NONE = np.empty(0, np.float32)
-_tile1, _tile2, _tile3, _tile4, _tile5 = (make_tile(n) for n in range(1, 6))
-_tile_most, _tile_again = make_tile(MOST_ROWS), make_tile(MOST_ROWS, fetch=False)
+_tile1, _tile2, _tile3, _tile4, _tile5, _tile6, _tile8, _tile12 = (
+    make_tile(n) for n in (1, 2, 3, 4, 5, 6, 8, 12)
+)
+_block1, _block2, _block3 = (make_block(n) for n in (1, 2, 3))
+_fetch2, _fetch3 = make_block(2, fetch=True), make_block(3, fetch=True)
+_kept = threading.local()
 _BITS = {torch.float16: torch.uint16, torch.bfloat16: torch.int16}
 
 
@@ -33,9 +40,9 @@ def supports(x: Tensor, weight: Tensor | PackedWeight) -> bool:
         return False
     out, width = weight.shape
     if isinstance(weight, PackedWeight):
-        return out % TILE_OUT == 0 and all(part.is_contiguous() for part in weight.parts())
+        return out % BLOCK_OUT == 0 and all(part.is_contiguous() for part in weight.parts())
     known = weight.dtype == torch.float32 or weight.dtype in _BITS
-    return known and weight.is_contiguous() and width % 16 == 0 and out % TILE_OUT == 0
+    return known and weight.is_contiguous() and width % 16 == 0 and out % BLOCK_OUT == 0
 
 
 def arrays_of(weight: Tensor | PackedWeight) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
@@ -53,80 +60,135 @@ def _bits(tensor: Tensor) -> np.ndarray:
 
 
 def linear_rows(x: Tensor, weight: Tensor | PackedWeight) -> Tensor:
-    """x fp32 [R, K], weight [O, K] -> fp32 [R, O] = x @ weight.T; see supports()."""
+    """x fp32 [R, K], weight [O, K] -> fp32 [R, O] = x @ weight.T; see supports().
+
+    A row's result does not depend on the others, but on whether there are more than FEW_ROWS.
+    """
     rows, matrix = x.detach().contiguous().numpy(), arrays_of(weight)
     out = np.empty((len(x), weight.shape[0]), np.float32)
-    shares = num_shares(matrix[0].nbytes)
-    run_shares(_linear, shares, *matrix, rows, out, scratch_for(shares, x.shape[1]))
+    most = most_shares()
+    run_shares(_linear, most, *matrix, rows, out, scratch(most, len(x), x.shape[1]))
     return torch.from_numpy(out)
 
 
-def num_shares(nbytes: int) -> int:
-    """For a matrix of so many bytes."""
-    return max(1, min(4 * torch.get_num_threads(), nbytes // SHARE_BYTES))
+def most_shares() -> int:
+    return 4 * torch.get_num_threads()
 
 
-def scratch_for(shares: int, width: int) -> np.ndarray:
-    """Where a share decodes a tile's weights."""
-    return np.empty((shares, TILE_OUT, width), np.float32)
+def scratch(shares: int, rows: int, width: int) -> np.ndarray:
+    """Room for turned activations and each share's decoded weights, of that width or less; float32, the same
+    for this thread's next call."""
+    size = 0 if rows <= FEW_ROWS else -(-rows // LANES) * LANES * width + shares * _room_size(width)
+    room: np.ndarray = getattr(_kept, "room", _NONE)
+    if len(room) < size:
+        room = _kept.room = np.empty(size, np.float32)
+    return room
 
 
 @jit
-def _linear(box, shares, args):  # type: ignore[no-untyped-def]
-    begin(box, entry(linear_share, args), place(args), shares)
+def _room_size(width):  # type: ignore[no-untyped-def]
+    """float32 that hold a share's decoded weights; never less for a larger width."""
+    return min(MOST_ROOM * width, max(ROOM_BYTES // 4, BLOCK_OUT * width))
+
+
+@jit
+def multiply(box, most, w, scales, mins, x, out, scratch):  # type: ignore[no-untyped-def]
+    """out = x @ weights.T on all threads, in `most` shares at most, scratch() for that many."""
+    shares = max(min(most, w.size * w.itemsize // SHARE_BYTES), 1)
+    if len(x) <= FEW_ROWS:
+        few = (w, scales, mins, x, out)
+        begin(box, entry(_dots_share, few), place(few), shares)
+        finish(box)
+        return
+    width = x.shape[1]
+    panels = (len(x) + LANES - 1) // LANES
+    turned = scratch[: panels * width * LANES].reshape((panels, width, LANES))
+    room = _room_size(width)
+    rooms = scratch[turned.size : turned.size + shares * room].reshape((shares, room))
+    both = (x, turned)
+    begin(box, entry(_turn_share, both), place(both), min(panels, most))
+    finish(box)
+    many = (w, scales, mins, turned, out, rooms)
+    begin(box, entry(_blocks_share, many), place(many), shares)
     finish(box)
 
 
 @jit
-def linear_share(share, shares, w, scales, mins, x, out, scratch):  # type: ignore[no-untyped-def]
-    """A share of the weights with all rows: a tile's weights stay in the first-level cache."""
+def _linear(box, most, args):  # type: ignore[no-untyped-def]
+    w, scales, mins, x, out, scratch = args
+    multiply(box, most, w, scales, mins, x, out, scratch)
+
+
+# --- a share of the weights with all rows ---------------------------------------------------------------
+@jit
+def _dots_share(share, shares, w, scales, mins, x, out):  # type: ignore[no-untyped-def]
     tiles = len(w) // TILE_OUT
-    first, last = tiles * share // shares, tiles * (share + 1) // shares
-    if w.itemsize < 4 and len(x) <= 3 * FEW_ROWS:
-        for tile in range(first, last):
-            _few(w, scales, mins, x, out, tile * TILE_OUT)
-        return
-    most = max(ROWS_BYTES // (4 * x.shape[1]) // MOST_ROWS, 1) * MOST_ROWS
-    for low in range(0, len(x), most):
-        high = min(low + most, len(x))
-        for tile in range(first, last):
-            o = tile * TILE_OUT
-            _rows(decoded(w, scales, mins, o, scratch[share]), x, low, high, out, o)
+    for tile in range(tiles * share // shares, tiles * (share + 1) // shares):
+        _dots(w, scales, mins, tile * TILE_OUT, x, out)
 
 
 @jit
-def _few(w, scales, mins, x, out, o):  # type: ignore[no-untyped-def]
-    """All rows of x with four rows of weights that are decoded in registers, once for every few rows."""
-    for r in range(0, len(x), FEW_ROWS):
-        left = len(x) - r
-        if left == 1:
-            _tile1(w, scales, mins, o, x, r, out, o)
-        elif left == 2 or FEW_ROWS == 2:
-            _tile2(w, scales, mins, o, x, r, out, o)
+def _dots(w, scales, mins, o, x, out):  # type: ignore[no-untyped-def]
+    """Two rows of weights, decoded in registers once for up to MOST_ROWS."""
+    r = 0
+    while r < len(x):
+        left = min(len(x) - r, MOST_ROWS)
+        if left >= 12:
+            _tile12(w, scales, mins, o, x, r, out)
+            r += 12
+        elif left >= 8:
+            _tile8(w, scales, mins, o, x, r, out)
+            r += 8
+        elif left >= 6:
+            _tile6(w, scales, mins, o, x, r, out)
+            r += 6
+        elif left == 5:
+            _tile5(w, scales, mins, o, x, r, out)
+            r += 5
+        elif left == 4:
+            _tile4(w, scales, mins, o, x, r, out)
+            r += 4
         elif left == 3:
-            _tile3(w, scales, mins, o, x, r, out, o)
+            _tile3(w, scales, mins, o, x, r, out)
+            r += 3
+        elif left == 2:
+            _tile2(w, scales, mins, o, x, r, out)
+            r += 2
         else:
-            _tile4(w, scales, mins, o, x, r, out, o)
+            _tile1(w, scales, mins, o, x, r, out)
+            r += 1
 
 
 @jit
-def _rows(w, x, low, high, out, at):  # type: ignore[no-untyped-def]
-    """Rows [low, high) of x with fp32 weights [4, K]."""
-    r = low
-    while high - r >= MOST_ROWS:
-        if r == low:
-            _tile_most(w, _NONE, _NONE, 0, x, r, out, at)
-        else:
-            _tile_again(w, _NONE, _NONE, 0, x, r, out, at)
-        r += MOST_ROWS
-    left = high - r
-    if left == 1:
-        _tile1(w, _NONE, _NONE, 0, x, r, out, at)
-    elif left == 2:
-        _tile2(w, _NONE, _NONE, 0, x, r, out, at)
-    elif left == 3:
-        _tile3(w, _NONE, _NONE, 0, x, r, out, at)
-    elif left == 4:
-        _tile4(w, _NONE, _NONE, 0, x, r, out, at)
-    elif left == 5:
-        _tile5(w, _NONE, _NONE, 0, x, r, out, at)
+def _turn_share(share, shares, x, turned):  # type: ignore[no-untyped-def]
+    for panel in range(len(turned) * share // shares, len(turned) * (share + 1) // shares):
+        turn_rows(x, turned, panel)
+
+
+@jit
+def _blocks_share(share, shares, w, scales, mins, turned, out, rooms):  # type: ignore[no-untyped-def]
+    """As many weights as fit the second-level cache with all rows, MOST_PANELS of them at a time."""
+    blocks, plain, width = len(w) // BLOCK_OUT, w.itemsize == 4, turned.shape[1]
+    held = BLOCK_OUT  # rows of weights
+    if len(turned) > MOST_PANELS:  # they are needed again
+        held *= rooms.shape[1] // (BLOCK_OUT * width)
+    room = rooms[share][: held * width].reshape((held, width))
+    first, last = blocks * share // shares * BLOCK_OUT, blocks * (share + 1) // shares * BLOCK_OUT
+    for low in range(first, last, held):
+        panel = 0
+        while panel < len(turned):
+            left = len(turned) - panel
+            count = 2 if left == 4 else min(left, MOST_PANELS)
+            for o in range(low, min(low + held, last), BLOCK_OUT):
+                rows = decoded(w, scales, mins, o, room[o - low : o - low + BLOCK_OUT], panel > 0)
+                if plain and panel == 0 and count == 3:
+                    _fetch3(rows, turned, panel, out, o)
+                elif plain and panel == 0:
+                    _fetch2(rows, turned, panel, out, o)
+                elif count == 3:
+                    _block3(rows, turned, panel, out, o)
+                elif count == 2:
+                    _block2(rows, turned, panel, out, o)
+                else:
+                    _block1(rows, turned, panel, out, o)
+            panel += count

@@ -14,8 +14,8 @@ from nano_oasis.kernels.dispatch import numba_works
 from nano_oasis.kernels.matrix import Matrix, rows_of
 from nano_oasis.kernels.packed_weight import PackedWeight
 
-_COMPILED = 1 << 20  # rows: up to here the compiled product wins
-_FEW = 8  # without it: up to here the transposed product wins clearly; the padded single row too
+# Rows, without the compiled product:
+_FEW = 8  # up to here the transposed product wins clearly; the padded single row too
 _SOME = range(16, 129)  # and here by a little
 _DECODED = 512  # rows of weights that are fp32 at once
 
@@ -24,10 +24,10 @@ def linear(x: torch.Tensor, weight: Matrix, bias: torch.Tensor | None = None) ->
     """x [n, in], weight [out, in], bias [out] -> [n, out], contiguous. Equals F.linear up to rounding.
 
     Weights may be in another format than x: they are decoded. Where the compiled product is used a row's
-    result does not depend on the others.
+    result does not depend on the others, but on whether there are more than cpu_linear.FEW_ROWS.
     """
     rows = len(x)
-    compiled = _compiled() if 0 < rows <= _COMPILED and x.device.type == "cpu" else None
+    compiled = _compiled() if rows and x.device.type == "cpu" else None
     if compiled is not None and compiled.supports(x, weight):
         out: torch.Tensor = compiled.linear_rows(x, weight)
     elif isinstance(weight, PackedWeight) or weight.dtype != x.dtype:
