@@ -99,10 +99,13 @@ def _transformers() -> Server:
     return Server(command, binary, {"HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": str(THREADS)})
 
 
-SERVERS = {
+SERVERS = {  # ours: the file's own four bits, unless the name says otherwise
     "ours": _ours(),
+    "ours-fp32": _ours("--weights", "float32"),
+    "ours-fp16": _ours("--weights", "float16"),
     "ours-int8": _ours("--weights", "int8"),
     "ours-oasis": _oasis(512),
+    "ours-oasis-fp32": _oasis(512, "--weights", "float32"),
     "ours-oasis-int8": _oasis(512, "--weights", "int8"),
     "ours-draft": _ours("--draft", "auto"),
     "llamacpp-f32": _llamacpp("f32"),
