@@ -15,6 +15,10 @@ THREADS = 2
 HOME = Path(os.environ.get("PEERS", "/tmp/peers"))
 
 
+# On a CPU with AMX this llama.cpp ends with a segmentation fault in ggml_backend_amx_mul_mat on Q8_0.
+_AMX_CRASHES = ["--no-repack"] if "amx_tile" in Path("/proc/cpuinfo").read_text() else []
+
+
 @dataclass(frozen=True)
 class Load:
     """What a server has to hold: so many streams of so many tokens, prompt and answer."""
@@ -62,7 +66,7 @@ def _llamacpp(model: str, kv: str = "f16") -> Server:
         return [
             str(binary), "-m", str(path), "--host", "127.0.0.1", "--port", str(port), "--alias", "local",
             "-t", str(THREADS), "-tb", str(THREADS), "-np", str(load.streams), "-no-kvu", "-c", str(room),
-            "-ctk", kv, "-ctv", kv, "-fa", "auto", "--offline", "--no-ui",
+            "-ctk", kv, "-ctv", kv, "-fa", "auto", "--offline", "--no-ui", *_AMX_CRASHES,
         ]  # fmt: skip
 
     return Server(command, path)

@@ -37,7 +37,7 @@ vllm)
   ;;
 transformers)
   venv transformers
-  "$PEERS/transformers/bin/pip" install -q "$TORCH" "transformers[serving]==$TRANSFORMERS" accelerate
+  "$PEERS/transformers/bin/pip" install -q "$TORCH" "transformers[serving]==$TRANSFORMERS" accelerate requests
   ;;
 model)
   venv llamacpp
