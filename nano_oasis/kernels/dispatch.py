@@ -80,9 +80,9 @@ def select_kernels(device: torch.device | str, dtype: torch.dtype = torch.float3
     kind = torch.device(device).type
     if kind == "cpu":
         if dtype == torch.float32 and numba_works():
-            from nano_oasis.kernels import cpu_decode, cpu_pointwise, cpu_select
+            from nano_oasis.kernels import cpu_decode, cpu_pointwise, cpu_prefill, cpu_select
 
-            attention = cpu_decode.paged_decode, reference.paged_prefill
+            attention = cpu_decode.paged_decode, cpu_prefill.paged_prefill
             choice = cpu_select.choose_now, cpu_select.choose_read
             return Kernels("numba", cpu_pointwise.write_kv, *attention, *choice)
         return Kernels("torch", reference.write_kv, reference.paged_decode, reference.paged_prefill)

@@ -12,6 +12,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from nano_oasis.kernels.dispatch import numba_works
 from nano_oasis.kernels.reference import FEW_QUERIES, attend, attend_many
 from nano_oasis.memory.host_tier import HostTier
 
@@ -61,6 +62,11 @@ def piece_attention(
 
     Returns out [n, Hq, D] fp32 and lse [n, Hq]; a query that sees no key has zeros and -inf.
     """
+    if numba_works():
+        from nano_oasis.kernels import cpu_prefill
+
+        if cpu_prefill.supports_piece(q, k, v):
+            return cpu_prefill.piece(q, k, v, q_first, k_first, scale, window)
     heads, dim = k.shape[1], k.shape[2]
     keys, values = (x.float().transpose(0, 1)[:, None] for x in (k, v))  # [H, 1, m, D]
     k_at = k_first + torch.arange(len(k), device=q.device)
