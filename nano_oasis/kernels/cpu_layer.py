@@ -23,6 +23,7 @@ from nano_oasis.kernels.simd_share import begin, entry, finish, place
 from nano_oasis.kernels.workers import run_shares
 
 ALONE = 8  # rows: so few are done at once by the thread that called
+TOGETHER = 96  # rows of many: what is between two products stays in the cache, and so do the weights
 _NONE = np.empty(0, np.float32)
 
 
@@ -46,30 +47,38 @@ class CompiledLayer:
     def before(self, x: Tensor, h: Tensor | None, angles: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """See Layer.before; x is written to."""
         rows, most = len(x), most_shares()
-        normed = np.empty((rows, self.hidden), np.float32)
         qkv = np.empty((rows, self.heads + 2 * self.kv_heads, self.head_dim), np.float32)
         q = np.empty((rows, self.heads, self.head_dim), np.float32)
         k = np.empty((rows, self.kv_heads, self.head_dim), np.float32)
+        residual, turns, flat = x.numpy(), angles.numpy(), qkv.reshape(rows, -1)
         added = np.empty((0, self.hidden), np.float32) if h is None else h.numpy()
-        run_shares(
-            _before, most, x.numpy(), added, angles.numpy(), *self._first, self.eps, normed,
-            qkv.reshape(rows, -1), qkv, q, k, scratch(most, rows, self.hidden),
-        )  # fmt: skip
+        together = min(rows, TOGETHER)
+        normed = np.empty((together, self.hidden), np.float32)
+        room = scratch(most, together, self.hidden)
+        for low in range(0, rows, TOGETHER):
+            part = slice(low, low + TOGETHER)
+            run_shares(
+                _before, most, residual[part], added[part], turns[part], *self._first, self.eps,
+                normed[: rows - low], flat[part], qkv[part], q[part], k[part], room,
+            )  # fmt: skip
         v = torch.from_numpy(qkv)[:, self.heads + self.kv_heads :]
         return x, torch.from_numpy(q), torch.from_numpy(k), v
 
     def after(self, x: Tensor, attended: Tensor) -> tuple[Tensor, Tensor]:
         """See Layer.after; x is written to."""
-        rows, most = len(x), most_shares()
+        rows, most, together = len(x), most_shares(), min(len(x), TOGETHER)
         out = np.empty((rows, self.hidden), np.float32)
-        normed = np.empty((rows, self.hidden), np.float32)
-        gate_up = np.empty((rows, 2 * self.inner), np.float32)
-        gated = np.empty((rows, self.inner), np.float32)
-        widest = max(self.hidden, self.inner, attended.shape[1])
-        run_shares(
-            _after, most, x.numpy(), attended.numpy(), *self._second, self.gelu, self.eps, out,
-            normed, gate_up, gated, scratch(most, rows, widest),
-        )  # fmt: skip
+        normed = np.empty((together, self.hidden), np.float32)
+        gate_up = np.empty((together, 2 * self.inner), np.float32)
+        gated = np.empty((together, self.inner), np.float32)
+        room = scratch(most, together, max(self.hidden, self.inner, attended.shape[1]))
+        residual, values = x.numpy(), attended.numpy()
+        for low in range(0, rows, TOGETHER):
+            part, n = slice(low, low + TOGETHER), rows - low
+            run_shares(
+                _after, most, residual[part], values[part], *self._second, self.gelu, self.eps, out[part],
+                normed[:n], gate_up[:n], gated[:n], room,
+            )  # fmt: skip
         return x, torch.from_numpy(out)
 
 
