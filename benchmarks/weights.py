@@ -92,7 +92,9 @@ def main() -> None:
 
     def load(matrices: str) -> Model:
         checkpoint = load_checkpoint(path, torch.float32, matrices=matrices)
-        return Model(checkpoint.config, checkpoint.tensors, args.tokens + 1, torch.float32)
+        return Model(
+            checkpoint.config, checkpoint.tensors, args.tokens + 1, torch.float32, rounded=matrices == "int8"
+        )
 
     exact = load("full")
     truth = [logprobs(exact, ids) for ids in texts]

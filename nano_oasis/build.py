@@ -60,7 +60,8 @@ def build_engine(
             path, dtype, device, lambda done, total: report("weights", done, total), matrices
         )
         memory = memory or make_memory(config, model_config, wanted_len, checkpoint.dtype, device)
-        model = Model(model_config, checkpoint.tensors, memory.max_len, checkpoint.dtype)
+        rounded = config.weights == "int8"
+        model = Model(model_config, checkpoint.tensors, memory.max_len, checkpoint.dtype, rounded)
         known_ids = min(tokenizer.vocab_size, model_config.vocab_size)
         draft = make_draft(config, model, known_ids, memory.max_len, tokenizer, matrices)
         name = config.served_model_name or default_name(config.model, path)

@@ -55,14 +55,19 @@ class Layer:
         default=None, repr=False
     )  # the same in two calls, where that exists
 
-    def compile(self, dtype: torch.dtype) -> None:
-        """Use the compiled halves, if there are any for such weights and activations of that type."""
+    def compile(self, dtype: torch.dtype, rounded: bool = False) -> None:
+        """Use the compiled halves, if there are any for such weights and activations of that type.
+
+        rounded: products of many rows may treat a float32 as the sum of two bfloat16, where the CPU has a
+        unit for these. So they may after torch.set_float32_matmul_precision("high").
+        """
         if dtype != torch.float32 or self.qkv.device.type != "cpu" or not numba_works():
             return
         from nano_oasis.kernels.cpu_layer import CompiledLayer, can_compile
 
         if can_compile(self):
-            self.compiled = CompiledLayer(self)
+            rounded = rounded or torch.get_float32_matmul_precision() != "highest"
+            self.compiled = CompiledLayer(self, tiles=rounded)
 
     def before(self, x: Tensor, h: Tensor | None, angles: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """x, h [T, H], angles [T, 2, D] -> x + h, q [T, heads, D], k, v [T, kv_heads, D]. May write to x."""

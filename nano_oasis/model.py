@@ -81,10 +81,16 @@ class Model:
     """Weights on one device, ready to run."""
 
     def __init__(
-        self, config: ModelConfig, weights: dict[str, Any], max_len: int, dtype: torch.dtype | None = None
+        self,
+        config: ModelConfig,
+        weights: dict[str, Any],
+        max_len: int,
+        dtype: torch.dtype | None = None,
+        rounded: bool = False,
     ) -> None:
         """weights: by canonical name, see weights.Checkpoint; emptied. max_len: the longest position plus
-        one. dtype: of activations; matrices may be kept in another format. Default: the embedding's."""
+        one. dtype: of activations; matrices may be kept in another format. Default: the embedding's.
+        rounded: see Layer.compile; for weights that are not the file's own numbers anyway."""
         embed, head = weights.pop("embed"), weights.pop("lm_head")
         self.config = config
         self.dtype = dtype or (embed.dtype if isinstance(embed, torch.Tensor) else torch.float32)
@@ -95,7 +101,7 @@ class Model:
         if weights:
             raise ValueError(f"tensors left over after loading: {', '.join(sorted(weights)[:5])}")
         for layer in self.layers:
-            layer.compile(self.dtype)
+            layer.compile(self.dtype, rounded)
         self.device = device = self.embed.device
         self.rope = rope_table(config.rope, config.head_dim, max_len).to(device)
         self.rope_local = (

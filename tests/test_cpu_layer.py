@@ -117,6 +117,29 @@ def test_matrices_in_other_formats(packing, rows):
             near(one, expected)
 
 
+@pytest.mark.parametrize("rows", [25, 300])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_rounded_products_are_near(family, rows):
+    """Where the CPU has no unit for them they are not rounded, and this says no more than the tests above."""
+    layer = make(family)
+    fast, true = dataclasses.replace(layer), exact(layer)
+    fast.compile(torch.float32, rounded=True)
+    x, h, angles, attended = inputs(layer, rows)
+    want = true.before(x.double(), h.double(), angles.double()), true.after(x.double(), attended.double())
+    got = fast.before(x.clone(), h, angles), fast.after(x.clone(), attended)
+    for one, expected in zip((*got[0], *got[1]), (*want[0], *want[1]), strict=True):
+        near(one, expected, 2e-4)
+
+
+def test_who_may_round(monkeypatch):
+    simd_tiles = pytest.importorskip("nano_oasis.kernels.simd_tiles")
+    for precision, rounded in (("highest", False), ("highest", True), ("high", False)):
+        monkeypatch.setattr(torch, "get_float32_matmul_precision", lambda p=precision: p)
+        layer = make("llama")
+        layer.compile(torch.float32, rounded)
+        assert layer.compiled.tiles == (simd_tiles.allowed() and (rounded or precision == "high"))
+
+
 @pytest.mark.parametrize("scale", [1e-4, 300.0])
 def test_norms_of_small_and_large_numbers(scale):
     layer = make("llama")

@@ -15,6 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from nano_oasis.kernels import simd_tiles
 from nano_oasis.kernels.cpu_linear import arrays_of, most_shares, multiply, scratch, supports
 from nano_oasis.kernels.cpu_pointwise import add_bias, add_norm_rows, gate_rows, norm_rows, rotate_rows
 from nano_oasis.kernels.matrix import Matrix
@@ -23,14 +24,15 @@ from nano_oasis.kernels.simd_share import begin, entry, finish, place
 from nano_oasis.kernels.workers import run_shares
 
 ALONE = 8  # rows: so few are done at once by the thread that called
-TOGETHER = 96  # rows of many: what is between two products stays in the cache, and so do the weights
+TOGETHER = 192  # rows of many: what is between two products stays in the cache, and so do the weights
 _NONE = np.empty(0, np.float32)
 
 
 class CompiledLayer:
-    """The halves of one layer. `weights` has the fields of layer.Layer."""
+    """The halves of one layer. `weights` has the fields of layer.Layer. tiles: see cpu_linear.linear_rows."""
 
-    def __init__(self, weights: Any) -> None:
+    def __init__(self, weights: Any, tiles: bool = False) -> None:
+        self.tiles = tiles and simd_tiles.allowed()
         self.heads, self.kv_heads, self.head_dim = weights.heads, weights.kv_heads, weights.head_dim
         self.gelu, self.eps = weights.activation == "gelu_tanh", weights.eps
         self.hidden, self.inner = weights.qkv.shape[1], weights.down.shape[1]
@@ -59,7 +61,7 @@ class CompiledLayer:
             part = slice(low, low + TOGETHER)
             run_shares(
                 _before, most, residual[part], added[part], turns[part], *self._first, self.eps,
-                normed[: rows - low], flat[part], qkv[part], q[part], k[part], room,
+                normed[: rows - low], flat[part], qkv[part], q[part], k[part], room, self.tiles,
             )  # fmt: skip
         v = torch.from_numpy(qkv)[:, self.heads + self.kv_heads :]
         return x, torch.from_numpy(q), torch.from_numpy(k), v
@@ -77,7 +79,7 @@ class CompiledLayer:
             part, n = slice(low, low + TOGETHER), rows - low
             run_shares(
                 _after, most, residual[part], values[part], *self._second, self.gelu, self.eps, out[part],
-                normed[:n], gate_up[:n], gated[:n], room,
+                normed[:n], gate_up[:n], gated[:n], room, self.tiles,
             )  # fmt: skip
         return x, torch.from_numpy(out)
 
@@ -100,9 +102,10 @@ def _vector(tensor: Tensor | None) -> np.ndarray:
 def _before(box, most, args):  # type: ignore[no-untyped-def]
     (
         x, h, angles, norm, w, scales, mins, bias, q_norm, k_norm, eps, normed, flat, qkv, q, k, scratch,
+        tiles,
     ) = args  # fmt: skip
     _add_norm(box, most, x, h, norm, eps, normed)
-    multiply(box, most, w, scales, mins, normed, flat, scratch)
+    multiply(box, most, w, scales, mins, normed, flat, scratch, tiles)
     rest = (flat, bias, qkv, angles, q_norm, k_norm, eps, q, k)
     if len(x) <= ALONE:
         _rotate_share(0, 1, flat, bias, qkv, angles, q_norm, k_norm, eps, q, k)
@@ -116,14 +119,14 @@ def _after(box, most, args):  # type: ignore[no-untyped-def]
     (
         x, attended, out_w, out_scales, out_mins, out_bias, post_attn, mlp_norm, up_w, up_scales, up_mins,
         up_bias, down_w, down_scales, down_mins, down_bias, post_mlp, gelu, eps, out, normed, gate_up, gated,
-        scratch,
+        scratch, tiles,
     ) = args  # fmt: skip
-    multiply(box, most, out_w, out_scales, out_mins, attended, out, scratch)
+    multiply(box, most, out_w, out_scales, out_mins, attended, out, scratch, tiles)
     _finish_block(box, most, out, out_bias, post_attn, eps)
     _add_norm(box, most, x, out, mlp_norm, eps, normed)
-    multiply(box, most, up_w, up_scales, up_mins, normed, gate_up, scratch)
+    multiply(box, most, up_w, up_scales, up_mins, normed, gate_up, scratch, tiles)
     _gate(box, most, gate_up, up_bias, gelu, gated)
-    multiply(box, most, down_w, down_scales, down_mins, gated, out, scratch)
+    multiply(box, most, down_w, down_scales, down_mins, gated, out, scratch, tiles)
     _finish_block(box, most, out, down_bias, post_mlp, eps)
 
 

@@ -11,11 +11,21 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from nano_oasis.kernels import simd_tiles
 from nano_oasis.kernels.packed_weight import PackedWeight
 from nano_oasis.kernels.simd import jit
 from nano_oasis.kernels.simd_block import BLOCK_OUT, MOST_PANELS, decoded, make_block, turn_rows
 from nano_oasis.kernels.simd_dots import MOST_ROWS, TILE_OUT, make_tile
 from nano_oasis.kernels.simd_share import begin, entry, finish, place
+from nano_oasis.kernels.simd_tiles import (
+    DEPTH,
+    SIDE,
+    close_tiles,
+    make_product,
+    open_tiles,
+    split_rows,
+    split_weights,
+)
 from nano_oasis.kernels.simd_weights import LANES
 from nano_oasis.kernels.workers import run_shares
 
@@ -59,15 +69,16 @@ def _bits(tensor: Tensor) -> np.ndarray:
     return (tensor if kind is None else tensor.view(kind)).numpy()
 
 
-def linear_rows(x: Tensor, weight: Tensor | PackedWeight) -> Tensor:
+def linear_rows(x: Tensor, weight: Tensor | PackedWeight, tiles: bool = False) -> Tensor:
     """x fp32 [R, K], weight [O, K] -> fp32 [R, O] = x @ weight.T; see supports().
 
-    A row's result does not depend on the others, but on whether there are more than FEW_ROWS.
+    A row's result does not depend on the others, but on whether there are more than FEW_ROWS. tiles: these
+    may be multiplied as simd_tiles.py does, if it is allowed().
     """
     rows, matrix = x.detach().contiguous().numpy(), arrays_of(weight)
     out = np.empty((len(x), weight.shape[0]), np.float32)
     most = most_shares()
-    run_shares(_linear, most, *matrix, rows, out, scratch(most, len(x), x.shape[1]))
+    run_shares(_linear, most, *matrix, rows, out, scratch(most, len(x), x.shape[1]), tiles)
     return torch.from_numpy(out)
 
 
@@ -88,12 +99,13 @@ def scratch(shares: int, rows: int, width: int) -> np.ndarray:
 @jit
 def _room_size(width):  # type: ignore[no-untyped-def]
     """float32 that hold a share's decoded weights; never less for a larger width."""
-    return min(MOST_ROOM * width, max(ROOM_BYTES // 4, BLOCK_OUT * width))
+    return max(min(MOST_ROOM * width, max(ROOM_BYTES // 4, BLOCK_OUT * width)), 2 * SIDE * width)
 
 
 @jit
-def multiply(box, most, w, scales, mins, x, out, scratch):  # type: ignore[no-untyped-def]
-    """out = x @ weights.T on all threads, in `most` shares at most, scratch() for that many."""
+def multiply(box, most, w, scales, mins, x, out, scratch, tiles):  # type: ignore[no-untyped-def]
+    """out = x @ weights.T on all threads, in `most` shares at most, scratch() for that many. tiles: as
+    for linear_rows; code on disk may be from a process that was allowed to."""
     shares = max(min(most, w.size * w.itemsize // SHARE_BYTES), 1)
     if len(x) <= FEW_ROWS:
         few = (w, scales, mins, x, out)
@@ -105,6 +117,17 @@ def multiply(box, most, w, scales, mins, x, out, scratch):  # type: ignore[no-un
     turned = scratch[: panels * width * LANES].reshape((panels, width, LANES))
     room = _room_size(width)
     rooms = scratch[turned.size : turned.size + shares * room].reshape((shares, room))
+    if tiles and width % DEPTH == 0 and len(w) % SIDE == 0:
+        # Two bfloat16 take the room of one float32.
+        halves = turned.reshape(-1).view(np.int32).reshape((2, panels, width // 2, SIDE))
+        parts = rooms.view(np.int16)
+        both_parts = (x, halves)
+        begin(box, entry(_split_share, both_parts), place(both_parts), min(panels, most))
+        finish(box)
+        many_parts = (w, scales, mins, halves, out, parts)
+        begin(box, entry(_tiles_share, many_parts), place(many_parts), shares)
+        finish(box)
+        return
     both = (x, turned)
     begin(box, entry(_turn_share, both), place(both), min(panels, most))
     finish(box)
@@ -115,8 +138,8 @@ def multiply(box, most, w, scales, mins, x, out, scratch):  # type: ignore[no-un
 
 @jit
 def _linear(box, most, args):  # type: ignore[no-untyped-def]
-    w, scales, mins, x, out, scratch = args
-    multiply(box, most, w, scales, mins, x, out, scratch)
+    w, scales, mins, x, out, scratch, tiles = args
+    multiply(box, most, w, scales, mins, x, out, scratch, tiles)
 
 
 # --- a share of the weights with all rows ---------------------------------------------------------------
@@ -192,3 +215,46 @@ def _blocks_share(share, shares, w, scales, mins, turned, out, rooms):  # type: 
                 else:
                     _block1(rows, turned, panel, out, o)
             panel += count
+
+
+# --- the same on the matrix unit --------------------------------------------------------------------------
+if simd_tiles.COMPILED:
+    _product11, _product12, _product21, _product22 = (make_product(a, b) for a in (1, 2) for b in (1, 2))
+
+    @jit
+    def _split_share(share, shares, x, halves):  # type: ignore[no-untyped-def]
+        panels = halves.shape[1]
+        for panel in range(panels * share // shares, panels * (share + 1) // shares):
+            split_rows(x, panel, halves)
+
+    @jit
+    def _tiles_share(share, shares, w, scales, mins, halves, out, rooms):  # type: ignore[no-untyped-def]
+        """Two tiles of weights at a time with all rows, two panels of them at a time."""
+        blocks, panels, width = len(w) // SIDE, halves.shape[1], 2 * halves.shape[2]
+        last = blocks * (share + 1) // shares
+        open_tiles()
+        for block in range(blocks * share // shares, last, 2):
+            o, two = block * SIDE, block + 1 < last
+            count = 2 * SIDE if two else SIDE
+            parts = rooms[share][: 2 * count * width].reshape((2, count, width))
+            split_weights(w, scales, mins, o, count, parts)
+            for panel in range(0, panels - 1, 2):
+                if two:
+                    _product22(parts, halves, panel, out, o)
+                else:
+                    _product12(parts, halves, panel, out, o)
+            if panels % 2 and two:
+                _product21(parts, halves, panels - 1, out, o)
+            elif panels % 2:
+                _product11(parts, halves, panels - 1, out, o)
+        close_tiles()
+
+else:  # never called
+
+    @jit
+    def _split_share(share, shares, x, halves):  # type: ignore[no-untyped-def]
+        pass
+
+    @jit
+    def _tiles_share(share, shares, w, scales, mins, halves, out, rooms):  # type: ignore[no-untyped-def]
+        pass

@@ -62,7 +62,7 @@ def make_block(panels: int, fetch: bool = False) -> Callable[..., Any]:
                             add_product(b, weight, value, group[j])
             row = b.mul(first, _I64(LANES))
             for group in sums:
-                for numbers in _turned(b, [b.load(total) for total in group]):
+                for numbers in turned(b, [b.load(total) for total in group]):
                     with b.if_then(b.icmp_signed("<", row, rows)):
                         place = b.gep(out.data, [b.add(b.mul(row, outs), at)])
                         b.store(numbers, b.bitcast(place, numbers.type.as_pointer()), align=4)
@@ -84,7 +84,7 @@ def _fetch_next(b: Any, start: ir.Value, width: ir.Value, k: ir.Value) -> None:
         prefetch_at(b, b.gep(start, [b.add(b.mul(row, width), k)]))
 
 
-def _turned(b: Any, vectors: list[ir.Value]) -> list[ir.Value]:
+def turned(b: Any, vectors: list[ir.Value]) -> list[ir.Value]:
     """n vectors of m lanes -> m vectors of n lanes; n <= m, powers of two."""
     count, lanes = len(vectors), vectors[0].type.count
     both = [
@@ -120,7 +120,7 @@ def turn_rows(_: Any, x: Any, out: Any, panel: Any) -> Any:
             loaded = [load_floats(b, start, k) for start in starts]
             kept = [b.select(there, value, zero) for there, value in zip(exists, loaded, strict=True)]
             base = b.add(b.mul(panel, width), k)
-            for j, column in enumerate(_turned(b, kept)):
+            for j, column in enumerate(turned(b, kept)):
                 place = b.gep(out.data, [b.mul(b.add(base, _I64(j)), _I64(LANES))])
                 b.store(column, b.bitcast(place, _VEC.as_pointer()), align=4)
         return context.get_dummy_value()
