@@ -100,7 +100,8 @@ def _transformers() -> Server:
             "--port", str(port), "--dtype", "float32", "--device", "cpu",
         ]  # fmt: skip
 
-    return Server(command, binary, {"HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": str(THREADS)})
+    env = {"HF_HUB_OFFLINE": "1", "HF_HUB_CACHE": str(HOME / "hub"), "OMP_NUM_THREADS": str(THREADS)}
+    return Server(command, binary, env)
 
 
 SERVERS = {  # ours: the file's own four bits, unless the name says otherwise

